@@ -345,7 +345,9 @@ class Queue:
             max_retries=self.max_retries,
             fsync=self.fsync,
             shared=bool(cross_process_lock),
-            lock_timeout=_number("lock_timeout", lock_timeout, 0, threading.TIMEOUT_MAX),
+            lock_timeout=_number(
+                "lock_timeout", lock_timeout, 0, threading.TIMEOUT_MAX
+            ),
         )
         self.path = self._engine.path
         self._options = {
@@ -401,7 +403,9 @@ class Queue:
         and adds nothing.  An empty iterable returns [] and writes nothing.
         """
         if isinstance(payloads, (str, bytes, dict)):
-            raise TypeError(f"payloads: a list is needed, not a {type(payloads).__name__}")
+            raise TypeError(
+                f"payloads: a list is needed, not a {type(payloads).__name__}"
+            )
         if isinstance(ids, (str, bytes)):
             raise TypeError(f"ids: a list is needed, not a {type(ids).__name__}")
         priority = _integer("priority", priority, -_MAX_PRIORITY - 1, _MAX_PRIORITY)
@@ -550,9 +554,7 @@ class Queue:
         except QueueError as exc:
             _log().warning("lapsed jobs not given back: %s", exc)
 
-    def jobs(
-        self, state: str | None = None, limit: int | None = None
-    ) -> Iterator[Job]:
+    def jobs(self, state: str | None = None, limit: int | None = None) -> Iterator[Job]:
         """Iterate over a snapshot: pending, inflight, then dead jobs.
 
         Each in the order of its file; `state` picks one of the three, `limit`
@@ -624,7 +626,9 @@ class Queue:
         try:
             return min(_number("backoff", self.backoff(attempt), 0, math.inf), 1e9)
         except Exception:
-            _log().exception("backoff failed for attempt %d; the default is used", attempt)
+            _log().exception(
+                "backoff failed for attempt %d; the default is used", attempt
+            )
             return exponential()(attempt)
 
 
@@ -655,7 +659,7 @@ def _job_id(id: str) -> str:
         raise TypeError(f"id: must be str, not {type(id).__name__}")
     if not 0 < len(id) <= _MAX_ID or _CONTROL.search(id):
         raise ValueError(
-            f"id: {id[:300]!r} must have 1 to {_MAX_ID} characters, none of them control"
+            f"id: {id[:300]!r} must have 1 to {_MAX_ID} characters, no control ones"
         )
     return id
 
@@ -736,9 +740,7 @@ def _encode(payload: Any) -> str:
     try:
         text = _dumps(payload)
     except RecursionError:
-        raise ValueError(
-            f"payload: nested deeper than {_MAX_DEPTH} levels"
-        ) from None
+        raise ValueError(f"payload: nested deeper than {_MAX_DEPTH} levels") from None
     except (TypeError, ValueError) as exc:
         kind = TypeError if isinstance(exc, TypeError) else ValueError
         raise kind(f"payload: {exc}") from exc
@@ -908,8 +910,8 @@ _READ_AHEAD = _MIB  # more than this is read outside the flock
 _IDLE_SLACK = 64 * 1024  # superseded bytes that an idle get leaves behind
 
 
-class _FileEngine(_Engine):
-    """Three files under one lock; see the module's docstring, I1 to I9."""
+class _FileCore(_Engine):
+    """Three files under one lock, and an index of them kept up to date."""
 
     def __init__(
         self,
@@ -993,7 +995,9 @@ class _FileEngine(_Engine):
             path=str(path),
         )
 
-    def _transact(self, body: Callable[..., Any], *args: Any, write: bool = True) -> Any:
+    def _transact(
+        self, body: Callable[..., Any], *args: Any, write: bool = True
+    ) -> Any:
         """Run body under both locks with the index up to date."""
         while True:
             done, result = self._locked(self._attempt, body, args, write=write)
@@ -1121,7 +1125,97 @@ class _FileEngine(_Engine):
     def compact(self) -> None:
         self._transact(self._compact)
 
-    # insert
+    # Reading and writing records
+
+    def _append(
+        self,
+        data: _Data,
+        changes: Sequence[_Change],
+        *,
+        durable: bool = False,
+        spare: bool = False,
+    ) -> _Ticket | None:
+        """Write changes to one file, then to the index if it is up to date.
+
+        `spare` lets a full disk use the ballast.
+        """
+        index, store = self._index, self._store
+        place = data.size
+        block = b"".join([change.line for change in changes])
+        try:
+            store.append(data, block, spare)
+        except OSError:
+            index.burn(changes)
+            raise
+        ticket = store.ticket(data, changes) if durable else None
+        if index.loaded and index.read[data.file] == place:
+            index.learn(data.file, changes, block)
+        return ticket
+
+    def _fresh(self) -> str:
+        """An id or token: unique by a random prefix of this process."""
+        self._count += 1
+        return f"{self._prefix}{self._count:x}"
+
+    def _record(self, key: bytes, entry: int) -> _Record:
+        """Read a job's line again; it must still be what the index says."""
+        inode = self._store.files[_FILE_OF[entry & 7]].inode
+        if inode is None:
+            raise _StaleError
+        record = _read_record(inode.read(entry >> 64, (entry >> 32 & _MASK) - 1))
+        if record.key != key or record.rev != entry >> 3 & _REV_MASK:
+            raise _StaleError
+        return record
+
+    def _job(self, record: _Record, entry: int) -> Job:
+        return self._view(record, _NAME_OF[_FILE_OF[entry & 7]])
+
+    def _view(self, record: _Record, state: str) -> Job:
+        fields = record.fields
+        retries = fields.get("max_retries")
+        inflight = state == "inflight"
+        return Job(
+            fields["id"],
+            fields["payload"],
+            state,
+            fields["attempts"],
+            fields["priority"],
+            float(fields["created_at"]),
+            float(fields["run_at"]),
+            None if state == "pending" else fields.get("leased_at"),
+            fields.get("lease_until") if inflight else None,
+            fields.get("last_error"),
+            self._max_retries if retries is None else retries,
+            fields.get("token") if inflight else None,
+        )
+
+    def _tombstone(self, key: bytes) -> _Change:
+        rev = self._index.next_rev(key)
+        line = _sealed(f'{{"id":"{key.decode()}","rev":{rev},"done":true')
+        return _Change(line, key, rev, _DONE, 0, 0.0)
+
+    def _pending(
+        self, record: _Record, run_at: float, error: str | None, extra: str = ""
+    ) -> _Change:
+        rev = self._index.next_rev(record.key)
+        state = _DELAYED if run_at else _PENDING
+        return record.change(
+            state, rev, record.fields["attempts"], run_at, extra, error
+        )
+
+    def _dead(self, record: _Record, error: str | None, extra: str) -> _Change:
+        rev = self._index.next_rev(record.key)
+        leased_at = record.fields.get("leased_at", 0)
+        extra = f'"leased_at":{leased_at},{extra}'
+        return record.change(
+            _DEAD, rev, record.fields["attempts"], record.fields["run_at"], extra, error
+        )
+
+
+class _FileLeases(_FileCore):
+    """Putting, leasing, and telling whose lease is over."""
+
+    # Insert
 
     def insert(self, new: Sequence[_New], exist_ok: bool) -> list[Job]:
         if any(item.id is not None for item in new):
@@ -1205,37 +1299,7 @@ class _FileEngine(_Engine):
             )  # fmt: skip
         return jobs, changes
 
-    def _append(
-        self,
-        data: _Data,
-        changes: Sequence[_Change],
-        *,
-        durable: bool = False,
-        spare: bool = False,
-    ) -> _Ticket | None:
-        """Write changes to one file, then to the index if it is up to date.
-
-        `spare` lets a full disk use the ballast.
-        """
-        index, store = self._index, self._store
-        place = data.size
-        block = b"".join([change.line for change in changes])
-        try:
-            store.append(data, block, spare)
-        except OSError:
-            index.burn(changes)
-            raise
-        ticket = store.ticket(data, changes) if durable else None
-        if index.loaded and index.read[data.file] == place:
-            index.learn(data.file, changes, block)
-        return ticket
-
-    def _fresh(self) -> str:
-        """An id or token: unique by a random prefix of this process."""
-        self._count += 1
-        return f"{self._prefix}{self._count:x}"
-
-    # lease
+    # Lease
 
     def lease(
         self, n: int, seconds: float, held: bool = True
@@ -1280,6 +1344,15 @@ class _FileEngine(_Engine):
         for job, change in zip(jobs, changes):
             index.tokens[change.key] = cast(str, job.token)
         return jobs, undecided
+
+    def _idle(self, now: float) -> None:
+        """Note what was seen when nothing was due: a wait is for a change."""
+        due = self._index.next_due()
+        self._next_due = math.inf if due is None else due
+        self._seen = self._store.signature()
+        if self._index.superseded > max(_IDLE_SLACK, self._index.live_bytes):
+            self._try_compact()
+            self._seen = self._store.signature()
 
     def _leased_job(
         self,
@@ -1344,16 +1417,6 @@ class _FileEngine(_Engine):
             return record
         order.pop()
         return None
-
-    def _record(self, key: bytes, entry: int) -> _Record:
-        """Read a job's line again; it must still be what the index says."""
-        inode = self._store.files[_FILE_OF[entry & 7]].inode
-        if inode is None:
-            raise _StaleError
-        record = _read_record(inode.read(entry >> 64, (entry >> 32 & _MASK) - 1))
-        if record.key != key or record.rev != entry >> 3 & _REV_MASK:
-            raise _StaleError
-        return record
 
     # Who is alive
 
@@ -1457,7 +1520,11 @@ class _FileEngine(_Engine):
         ]
         return sum(map(len, moves.values())), tickets
 
-    # settle, extend
+
+class _FileEngine(_FileLeases):
+    """The engine for a directory; see the module's docstring, I1 to I9."""
+
+    # Settle, extend
 
     def settle(
         self,
@@ -1516,28 +1583,6 @@ class _FileEngine(_Engine):
             token=job.token,
         )
 
-    def _tombstone(self, key: bytes) -> _Change:
-        rev = self._index.next_rev(key)
-        line = _sealed(f'{{"id":"{key.decode()}","rev":{rev},"done":true')
-        return _Change(line, key, rev, _DONE, 0, 0.0)
-
-    def _pending(
-        self, record: _Record, run_at: float, error: str | None, extra: str = ""
-    ) -> _Change:
-        rev = self._index.next_rev(record.key)
-        state = _DELAYED if run_at else _PENDING
-        return record.change(
-            state, rev, record.fields["attempts"], run_at, extra, error
-        )
-
-    def _dead(self, record: _Record, error: str | None, extra: str) -> _Change:
-        rev = self._index.next_rev(record.key)
-        leased_at = record.fields.get("leased_at", 0)
-        extra = f'"leased_at":{leased_at},{extra}'
-        return record.change(
-            _DEAD, rev, record.fields["attempts"], record.fields["run_at"], extra, error
-        )
-
     def extend(self, job: Job, seconds: float) -> Job:
         return cast(Job, self._transact(self._extend, job, seconds))
 
@@ -1564,28 +1609,6 @@ class _FileEngine(_Engine):
         return self._leased_job(record, token, leased_at, now, seconds, holder, True)
 
     # Looking, removing, replaying
-
-    def _job(self, record: _Record, entry: int) -> Job:
-        return self._view(record, _NAME_OF[_FILE_OF[entry & 7]])
-
-    def _view(self, record: _Record, state: str) -> Job:
-        fields = record.fields
-        retries = fields.get("max_retries")
-        inflight = state == "inflight"
-        return Job(
-            fields["id"],
-            fields["payload"],
-            state,
-            fields["attempts"],
-            fields["priority"],
-            float(fields["created_at"]),
-            float(fields["run_at"]),
-            None if state == "pending" else fields.get("leased_at"),
-            fields.get("lease_until") if inflight else None,
-            fields.get("last_error"),
-            self._max_retries if retries is None else retries,
-            fields.get("token") if inflight else None,
-        )
 
     def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
         snapshot = self._transact(self._snapshot, state, limit, write=False)
@@ -1724,15 +1747,6 @@ class _FileEngine(_Engine):
         )
 
     # Waiting, verifying, closing
-
-    def _idle(self, now: float) -> None:
-        """Note what was seen when nothing was due: a wait is for a change."""
-        due = self._index.next_due()
-        self._next_due = math.inf if due is None else due
-        self._seen = self._store.signature()
-        if self._index.superseded > max(_IDLE_SLACK, self._index.live_bytes):
-            self._try_compact()
-            self._seen = self._store.signature()
 
     def wait(self, seconds: float) -> None:
         seconds = min(seconds, max(0.0, self._next_due - time.time()))
@@ -1939,7 +1953,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-_scan = _decoder.scan_once  # several times the speed of loads() on short lines
+# Several times the speed of loads() on short lines.
+_scan = _decoder.scan_once  # type: ignore[attr-defined]
 
 
 def _read_record(line: bytes) -> _Record:
@@ -2478,7 +2493,7 @@ def _open_file(path: str, flags: int, mode: int = 0o666) -> _Fd:
 
 
 _FDS: weakref.WeakSet[_Fd] = weakref.WeakSet()
-_ENGINES: weakref.WeakSet[_FileEngine] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[_FileCore] = weakref.WeakSet()
 _FORKING = threading.RLock()  # no fork between a descriptor's birth and its entry
 
 
@@ -2578,6 +2593,43 @@ class _Inode:
                 place -= more
                 block = self.read(place, more) + block[:end]
                 end = len(block)
+
+    def sound_end(self, size: int) -> tuple[int, bool]:
+        """Where a file should end, and whether only a newline is missing."""
+        if size == 0:
+            return 0, False
+        lines = self.lines_back(size)
+        good, last = next(lines)
+        newline = False
+        if last.endswith(b"\n"):
+            if not _is_open(last):
+                hole = None if self.checked else self._hole(good, last)
+                return (size if hole is None else hole), False
+        elif not _flaw(last) and not _is_open(last):
+            hole = self._hole(good, last)
+            return (size, True) if hole is None else (hole, False)
+        for place, line in lines:
+            if not _is_open(line):
+                break
+            good = place
+        return good, newline
+
+    def _hole(self, place: int, last: bytes) -> int | None:
+        """Where the last write begins, if a power cut left a hole in it."""
+        match = _LINES.match(last)
+        if not match or _flaw(last):
+            return None
+        missing = int(match[2]) - 1
+        holed = False
+        lines = self.lines_back(place)
+        while missing:
+            place, line = next(lines, (0, b""))
+            if b"\0" in line or not line:
+                holed = True
+            if not line:
+                break
+            missing -= 1
+        return place if holed else None
 
 
 class _Data:
@@ -2701,7 +2753,7 @@ class _Store:
         """
         size = data.size
         data.decided = -1
-        good, newline = self._sound_end(inode, size)
+        good, newline = inode.sound_end(size)
         if self.readonly:
             data.size = good
         elif newline:
@@ -2713,43 +2765,6 @@ class _Store:
         inode.checked = True
         data.decided = data.size
         return good < size
-
-    def _sound_end(self, inode: _Inode, size: int) -> tuple[int, bool]:
-        """Where a file should end, and whether only a newline is missing."""
-        if size == 0:
-            return 0, False
-        lines = inode.lines_back(size)
-        good, last = next(lines)
-        newline = False
-        if last.endswith(b"\n"):
-            if not _is_open(last):
-                hole = None if inode.checked else self._hole(inode, good, last)
-                return (size if hole is None else hole), False
-        elif not _flaw(last) and not _is_open(last):
-            hole = self._hole(inode, good, last)
-            return (size, True) if hole is None else (hole, False)
-        for place, line in lines:
-            if not _is_open(line):
-                break
-            good = place
-        return good, newline
-
-    def _hole(self, inode: _Inode, place: int, last: bytes) -> int | None:
-        """Where the last write begins, if a power cut left a hole in it."""
-        match = _LINES.match(last)
-        if not match or _flaw(last):
-            return None
-        missing = int(match[2]) - 1
-        holed = False
-        lines = inode.lines_back(place)
-        while missing:
-            place, line = next(lines, (0, b""))
-            if b"\0" in line or not line:
-                holed = True
-            if not line:
-                break
-            missing -= 1
-        return place if holed else None
 
     def _cut_back(self, data: _Data) -> None:
         """Undo a failed write; if that fails too, the tail rule will."""
@@ -3124,9 +3139,7 @@ class _FileLock:
         except FileNotFoundError:
             if write:
                 self._make_directory()
-                self._file = _open_file(
-                    self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT
-                )
+                self._file = _open_file(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             else:
                 self.readonly = True
         except OSError as exc:
@@ -3281,7 +3294,7 @@ def _try_lock(fd: int) -> None:
 
     os.lseek(fd, 2**30, os.SEEK_SET)  # beyond the ballast: the lock is mandatory
     try:
-        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
     except PermissionError as exc:
         raise BlockingIOError(*exc.args) from exc
 
@@ -3293,7 +3306,7 @@ def _unlock(fd: int) -> None:
     import msvcrt
 
     os.lseek(fd, 2**30, os.SEEK_SET)
-    msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined]
+    msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
 
 
 def _flock_pid(inode: int) -> int | None:
