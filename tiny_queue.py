@@ -67,12 +67,14 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    import asyncio
     import logging
 
 __version__ = "0.1.0"
 __all__ = [
     "Damage",
     "DuplicateJobError",
+    "Fail",
     "Job",
     "JobNotFoundError",
     "LeaseLostError",
@@ -80,7 +82,11 @@ __all__ = [
     "Queue",
     "QueueClosedError",
     "QueueError",
+    "Retry",
+    "Snooze",
     "Stats",
+    "Totals",
+    "Worker",
     "exponential",
 ]
 
@@ -148,6 +154,33 @@ class LockTimeoutError(QueueError):
 
 class QueueClosedError(QueueError):
     """The Queue object was closed; make a new one for the same path."""
+
+
+class Retry(Exception):
+    """Raised by a handler: this delivery failed, try again.
+
+    After `delay` seconds, or the queue's backoff if that is None.
+    """
+
+    def __init__(self, delay: float | None = None) -> None:
+        super().__init__(delay)
+        self.delay = None if delay is None else _delay(delay)
+
+
+class Snooze(Exception):
+    """Raised by a handler: not now; again in `delay` seconds, uncounted."""
+
+    def __init__(self, delay: float) -> None:
+        super().__init__(delay)
+        self.delay = _delay(delay)
+
+
+class Fail(Exception):
+    """Raised by a handler: no retry can help; dead now, for that reason."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 # Jobs
@@ -434,33 +467,40 @@ class Queue:
         jobs = self._get(1, timeout, lease_timeout)
         return jobs[0] if jobs else None
 
+    def _get_detached(self, timeout: float, lease_timeout: float | None) -> Job | None:
+        """A job for a process that ends before the job does (a shell script's
+        `get`): no holder, so only time ends its lease."""
+        jobs = self._get(1, timeout, lease_timeout, held=False)
+        return jobs[0] if jobs else None
+
     def get_many(self, n: int, timeout: float | None = 0.0) -> list[Job]:
         """Lease up to n due jobs at once; waits only for the first."""
         return self._get(_integer("n", n, 1, 2**31), timeout, None)
 
     def _get(
-        self, n: int, timeout: float | None, lease_timeout: float | None
+        self,
+        n: int,
+        timeout: float | None,
+        lease_timeout: float | None,
+        held: bool = True,
     ) -> list[Job]:
-        seconds = (
-            self.lease_timeout
-            if lease_timeout is None
-            else _lease_seconds(lease_timeout)
-        )
+        seconds = self.lease_timeout
+        if lease_timeout is not None:
+            seconds = _lease_seconds(lease_timeout)
+        deadline = math.inf
         if timeout is not None:
-            timeout = _number("timeout", timeout, 0, math.inf)
-        engine = self._engine
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+            deadline = time.monotonic() + _number("timeout", timeout, 0, math.inf)
         while True:
-            jobs, lapses = engine.lease(n, seconds)
+            jobs, lapses, seen = self._engine.lease(n, seconds, held)
             if jobs:
                 self._give_back_quietly(lapses)
                 return jobs
             self._give_back(lapses)
-            left = deadline - time.monotonic() if timeout != 0 else 0
-            if left <= 0:
+            left = deadline - time.monotonic()
+            if left <= 0 or timeout == 0:
                 return jobs
             if not lapses:
-                engine.wait(min(left, _TICK))
+                self._engine.wait(seen, min(left, _TICK))
 
     def task_done(
         self,
@@ -777,6 +817,338 @@ def _log() -> logging.Logger:
     return logging.getLogger("tiny_queue")
 
 
+# Worker
+# =============================================================================
+
+
+class Totals(NamedTuple):
+    """What a Worker did with the jobs it was given."""
+
+    done: int
+    retried: int
+    dead: int
+    released: int  # given back uncounted: snoozed, or at a shutdown
+    lost: int  # their lease ended before their handler
+
+
+class Worker:
+    """Runs a handler on the jobs of a queue, until it is told to stop.
+
+    handler(job) returns: the job is done.  It raises: an Exception fails it
+    with "Type: message" (retried, or dead); Retry, Snooze and Fail say what
+    they say; SystemExit and KeyboardInterrupt give the job back uncounted and
+    stop the worker.  An `async def` handler runs on one event loop for all.
+
+    poll_interval    most seconds between two looks at the queue; puts wake an
+                     idle worker at once
+    concurrency      how many jobs at a time, a thread each
+    max_jobs         stop after that many
+    stop_when_empty  stop when no job is due and none is running
+    handle_signals   SIGTERM or SIGINT (in the main thread only): take no new
+                     job, finish and acknowledge the running ones, return; at
+                     the second signal give them back and return at once
+
+    Leases of running jobs are renewed every third of the queue's
+    lease_timeout.  Errors of the queue itself (a full disk) are logged and
+    waited out.  As a systemd service:
+
+        [Service]
+        ExecStart=/usr/bin/python3 /srv/app/worker.py
+        Restart=always
+        KillSignal=SIGTERM
+        TimeoutStopSec=330
+
+    with TimeoutStopSec above the longest job.  In a container make it the
+    main process (`CMD ["python3", "worker.py"]`, not through a shell, which
+    would keep the signal) and give `docker stop --time` as long.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        handler: Callable[[Job], Any],
+        poll_interval: float = 0.5,
+        *,
+        concurrency: int = 1,
+        max_jobs: int | None = None,
+        stop_when_empty: bool = False,
+        handle_signals: bool = True,
+    ) -> None:
+        if not callable(handler):
+            raise TypeError(f"handler: must be callable, not {type(handler).__name__}")
+        self.queue = queue
+        self.handler = handler
+        self.poll_interval = _number("poll_interval", poll_interval, 1e-3, _MAX_SECONDS)
+        self.concurrency = _integer("concurrency", concurrency, 1, 10_000)
+        if max_jobs is not None:
+            _integer("max_jobs", max_jobs, 0, 2**62)
+        self.max_jobs = max_jobs
+        self.stop_when_empty = bool(stop_when_empty)
+        self.handle_signals = bool(handle_signals)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._totals = dict.fromkeys(Totals._fields, 0)
+        self._taken = 0
+        self._running: dict[str, Job] = {}  # by token
+        self._stopping = False
+        self._signals = 0
+        self._ended = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run_forever(self) -> Totals:
+        """Work until stopped; return the totals.  Not for two threads at once."""
+        self._reset()
+        self._reap()
+        threads = [
+            threading.Thread(target=self._work, name=f"tiny_queue-{i}", daemon=True)
+            for i in range(self.concurrency)
+        ]
+        renewer = threading.Thread(target=self._renew, daemon=True)
+        previous = self._install_signals()
+        try:
+            for thread in [renewer, *threads]:
+                thread.start()
+            self._watch(threads)
+        finally:
+            self._stopping = True
+            self._ended.set()
+            self._restore_signals(previous)
+            self._stop_loop()
+        if not self._signals > 1:
+            renewer.join()
+        return Totals(**self._totals)
+
+    def stop(self) -> None:
+        """Ask run_forever to finish its running jobs and return."""
+        self._stopping = True
+
+    def run_once(self) -> bool:
+        """Run one job that is due, in this thread; False if there was none."""
+        self._reset()
+        job = self.queue.get()
+        if job is None:
+            return False
+        renewer = threading.Thread(target=self._renew, daemon=True)
+        renewer.start()
+        try:
+            self._run(job)
+        finally:
+            self._ended.set()
+            renewer.join()
+            self._stop_loop()
+        return True
+
+    # The main thread watches; the signal handler only counts
+
+    def _watch(self, threads: Sequence[threading.Thread]) -> None:
+        looked = time.monotonic()
+        while any(thread.is_alive() for thread in threads):
+            threads[0].join(0.1) if threads[0].is_alive() else time.sleep(0.05)
+            if self._signals > 1:
+                self._release_running()
+                return
+            if time.monotonic() - looked >= _TICK * 5:
+                looked = time.monotonic()
+                self._reap()
+
+    def _install_signals(self) -> dict[int, Any]:
+        if not self.handle_signals:
+            return {}
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        import signal
+
+        def count(signum: int, frame: object) -> None:
+            self._signals += 1  # nothing else: it may interrupt any line
+            self._stopping = True
+
+        return {
+            number: signal.signal(number, count)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+
+    def _restore_signals(self, previous: dict[int, Any]) -> None:
+        if previous:
+            import signal
+
+            for number, handler in previous.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+
+    def _release_running(self) -> None:
+        """Give back what still runs; its late outcome will find the lease lost."""
+        with self._lock:
+            jobs = list(self._running.values())
+        for job in jobs:
+            self._settle(job, "released", lambda job: self.queue.release(job))
+
+    def _reap(self) -> None:
+        try:
+            count = self.queue.reap_stale(math.inf)
+            if count:
+                _log().warning("%d jobs of ended leases given back", count)
+        except QueueError as exc:
+            _log().error("cannot reap: %s", exc)
+
+    # A thread per running job
+
+    def _work(self) -> None:
+        pause = 0.0
+        while not self._stopping and self._may_take():
+            try:
+                job = self.queue.get(timeout=min(self.poll_interval, 0.5))
+                pause = 0.0
+            except QueueClosedError:
+                return
+            except QueueError as exc:
+                pause = self._wait_out(pause, exc)
+                self._untake()
+                continue
+            if job is None:
+                self._untake()
+                if self.stop_when_empty and not self._running:
+                    self._stopping = True
+            elif self._stopping:
+                self._settle(job, "released", lambda job: self.queue.release(job))
+            else:
+                self._run(job)
+
+    def _may_take(self) -> bool:
+        """Take one of max_jobs before the job: never one too many."""
+        with self._lock:
+            if self.max_jobs is not None and self._taken >= self.max_jobs:
+                return False
+            self._taken += 1
+            return True
+
+    def _untake(self) -> None:
+        with self._lock:
+            self._taken -= 1
+
+    def _wait_out(self, pause: float, exc: Exception) -> float:
+        pause = min(max(pause * 2, 0.1), 30.0)
+        _log().error("queue fails, next try in %.1f s: %s", pause, exc)
+        end = time.monotonic() + pause
+        while time.monotonic() < end and not self._stopping:
+            time.sleep(0.05)
+        return pause
+
+    def _run(self, job: Job) -> None:
+        """Run the handler on one job and settle it by the outcome."""
+        token = cast(str, job.token)
+        with self._lock:
+            self._running[token] = job
+        try:
+            outcome, settle = self._outcome(job)
+            self._settle(job, outcome, settle)
+        finally:
+            with self._lock:
+                self._running.pop(token, None)
+
+    def _outcome(self, job: Job) -> tuple[str, Callable[[Job], None]]:
+        """Call the handler; say what became of the job, and how to settle it."""
+        queue = self.queue
+        try:
+            result = self.handler(job)
+            if hasattr(result, "__await__"):
+                self._await(result)
+            return "done", queue.task_done
+        except Retry as exc:
+            delay = exc.delay
+            return self._failed(job, "asked for a retry", delay)
+        except Snooze as exc:
+            seconds = exc.delay
+            return "released", lambda job: queue.release(job, seconds)
+        except Fail as exc:
+            reason = _error_text(exc.reason)
+            return "dead", lambda job: queue.bury(job, reason)
+        except (SystemExit, KeyboardInterrupt):
+            self._stopping = True
+            return "released", lambda job: queue.release(job)
+        except BaseException as exc:
+            error = f"{type(exc).__name__}: {_error_text(exc)}"[:_MAX_ERROR]
+            _log().warning(
+                "job %s failed, delivery %d of %d: %s\n%s",
+                job.id,
+                job.attempts,
+                job.max_retries + 1,
+                error.encode("ascii", "backslashreplace").decode(),
+                _traceback(exc),
+            )
+            return self._failed(job, error, None)
+
+    def _failed(
+        self, job: Job, error: str, delay: float | None
+    ) -> tuple[str, Callable[[Job], None]]:
+        outcome = "dead" if job.attempts > job.max_retries else "retried"
+        return outcome, lambda job: self.queue.task_done(job, False, error, delay=delay)
+
+    def _settle(self, job: Job, outcome: str, settle: Callable[[Job], None]) -> None:
+        """Settle, however long the queue's own trouble lasts."""
+        pause = 0.0
+        while True:
+            try:
+                settle(job)
+                break
+            except LeaseLostError:
+                _log().warning("job %s: lease lost before it was %s", job.id, outcome)
+                outcome = "lost"
+                break
+            except QueueClosedError as exc:
+                _log().error("job %s not settled as %s: %s", job.id, outcome, exc)
+                return
+            except QueueError as exc:
+                if self._signals > 1:
+                    return
+                pause = self._wait_out(pause, exc)
+                if self._stopping:
+                    time.sleep(min(pause, 1.0))
+        with self._lock:
+            self._totals[outcome] += 1
+
+    # Leases, and the loop of async handlers
+
+    def _renew(self) -> None:
+        """Renew the leases of running jobs, each every third of its length."""
+        length = self.queue.lease_timeout
+        while not self._ended.wait(length / 3):
+            with self._lock:
+                jobs = list(self._running.values())
+            for job in jobs:
+                try:
+                    self.queue.extend(job, length)
+                except LeaseLostError:
+                    with self._lock:
+                        self._running.pop(cast(str, job.token), None)
+                except QueueError as exc:
+                    _log().error("cannot renew the lease of %s: %s", job.id, exc)
+
+    def _await(self, result: Any) -> None:
+        import asyncio
+
+        async def wrap() -> None:
+            await result
+
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(wrap(), self._loop).result()
+
+    def _stop_loop(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+def _traceback(exc: BaseException) -> str:
+    """Where it was raised, without its message, which may be huge."""
+    import traceback
+
+    return "".join(traceback.format_tb(exc.__traceback__)).rstrip()
+
+
 # Engine contract
 # =============================================================================
 
@@ -804,6 +1176,15 @@ class _Lapse(NamedTuple):
     reason: str
 
 
+class _Leased(NamedTuple):
+    """What a lease found: jobs, lapses to decide on, and for wait() what it
+    saw if there was nothing."""
+
+    jobs: list[Job]
+    lapses: list[_Lapse]
+    seen: object
+
+
 class _Engine:
     """What Queue asks of storage.
 
@@ -820,8 +1201,9 @@ class _Engine:
         """Add all or none; a live id raises or, with exist_ok, is returned."""
         raise NotImplementedError
 
-    def lease(self, n: int, seconds: float) -> tuple[list[Job], list[_Lapse]]:
-        """Lease up to n due jobs, and name the lapses to be decided on."""
+    def lease(self, n: int, seconds: float, held: bool) -> _Leased:
+        """Lease up to n due jobs; without `held` the lease outlives this
+        process and ends only by time."""
         raise NotImplementedError
 
     def settle(
@@ -869,8 +1251,9 @@ class _Engine:
     def counts(self) -> Stats:
         raise NotImplementedError
 
-    def wait(self, seconds: float) -> None:
-        """Return when a job may have become due, at the latest after seconds."""
+    def wait(self, seen: object, seconds: float) -> None:
+        """Return when a job may have become due since a lease saw none, at
+        the latest after seconds."""
         raise NotImplementedError
 
     def compact(self) -> None:
@@ -941,8 +1324,7 @@ class _FileCore(_Engine):
         self._holder: _Holder | None = None
         self._index = _Index()
         self._looked = -math.inf
-        self._next_due = math.inf
-        self._seen: object = None
+        self._watch = _Watch()
         self._compact_above = _MIB
 
     def forked(self) -> None:
@@ -1301,17 +1683,14 @@ class _FileLeases(_FileCore):
 
     # Lease
 
-    def lease(
-        self, n: int, seconds: float, held: bool = True
-    ) -> tuple[list[Job], list[_Lapse]]:
-        return cast(
-            "tuple[list[Job], list[_Lapse]]",
-            self._transact(self._lease, n, seconds, held),
-        )
+    def lease(self, n: int, seconds: float, held: bool) -> _Leased:
+        news = self._watch.news
+        jobs, lapses, due = self._transact(self._lease, n, seconds, held)
+        return _Leased(jobs, lapses, (news, due))
 
     def _lease(
         self, n: int, seconds: float, held: bool
-    ) -> tuple[list[Job], list[_Lapse]]:
+    ) -> tuple[list[Job], list[_Lapse], float]:
         index = self._index
         now, clock = time.time(), time.monotonic()
         index.ripen(now)
@@ -1322,8 +1701,9 @@ class _FileLeases(_FileCore):
             lapsed, undecided = self._first_lapses(clock, now)
         picks = self._pick(n, lapsed)
         if not picks:
-            self._idle(now)
-            return [], undecided
+            if index.superseded > max(_IDLE_SLACK, index.live_bytes):
+                self._try_compact()
+            return [], undecided, self._index.next_due()
         holder = self._live_holder() if held else None
         changes, jobs = [], []
         for record, lapses, error in picks:
@@ -1343,16 +1723,7 @@ class _FileLeases(_FileCore):
         self._append(self._store.files[1], changes, spare=True)
         for job, change in zip(jobs, changes):
             index.tokens[change.key] = cast(str, job.token)
-        return jobs, undecided
-
-    def _idle(self, now: float) -> None:
-        """Note what was seen when nothing was due: a wait is for a change."""
-        due = self._index.next_due()
-        self._next_due = math.inf if due is None else due
-        self._seen = self._store.signature()
-        if self._index.superseded > max(_IDLE_SLACK, self._index.live_bytes):
-            self._try_compact()
-            self._seen = self._store.signature()
+        return jobs, undecided, 0.0
 
     def _leased_job(
         self,
@@ -1742,23 +2113,16 @@ class _FileEngine(_FileLeases):
             counts[_DEAD],
             store.count_damage() + len(index.damage),
             min((float(since) for since in due if since), default=None),
-            index.next_due(),
+            None if index.next_due() == math.inf else index.next_due(),
             sum(data.size for data in store.files),
         )
 
     # Waiting, verifying, closing
 
-    def wait(self, seconds: float) -> None:
-        seconds = min(seconds, max(0.0, self._next_due - time.time()))
-        deadline = time.monotonic() + seconds
-        seen = self._seen
-        pause = 0.001
-        while self._store.signature() == seen:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, 0.05)
+    def wait(self, seen: object, seconds: float) -> None:
+        news, due = cast("tuple[int, float]", seen)
+        seconds = min(seconds, max(0.0, due - time.time()))
+        self._watch.wait(news, self._store.files[0], seconds)
 
     def verify(self) -> list[Damage]:
         files = self._locked(self._store.glimpse, write=False)
@@ -1785,6 +2149,7 @@ class _FileEngine(_FileLeases):
             if self._holder is not None:
                 self._holder.file.close()
             self._store.reset()
+            self._watch.close()
         self._lock.reset()
 
     def _last_compact(self) -> None:
@@ -2348,10 +2713,11 @@ class _Index:
         entry = self.entries.get(item[3], _DONE)
         return entry & 7 == _DELAYED and entry >> 64 == item[1]
 
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
+        """When the next delayed job is due, or infinity."""
         while self.delayed and not self._is_delayed(self.delayed[0]):
             heapq.heappop(self.delayed)
-        return self.delayed[0][0] if self.delayed else None
+        return self.delayed[0][0] if self.delayed else math.inf
 
     def live(self, file: int) -> list[tuple[int, bytes]]:
         """Entries of a file's live records with their keys, by place."""
@@ -2472,6 +2838,15 @@ class _Fd:
         with _FORKING:
             self.fd = os.open(path, flags | _OPEN_SAFELY, mode)
             _FDS.add(self)
+
+    @classmethod
+    def adopt(cls, fd: int) -> _Fd:
+        """Own a descriptor that something else has just opened."""
+        self = cls.__new__(cls)
+        self.fd = fd
+        self._close = os.close
+        _FDS.add(self)
+        return self
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1
@@ -2967,14 +3342,6 @@ class _Store:
 
     # Looking without touching
 
-    def signature(self) -> object:
-        """Changes when the pending file does."""
-        try:
-            info = os.lstat(self.files[0].path)
-        except FileNotFoundError:
-            return None
-        return info.st_ino, info.st_size
-
     def glimpse(self) -> list[tuple[str, _Inode, int]]:
         """The files as they stand, nothing repaired: name, inode, size."""
         found = []
@@ -3318,3 +3685,178 @@ def _flock_pid(inode: int) -> int | None:
         return None
     found = re.search(rf"FLOCK +ADVISORY +WRITE (\d+) \S+:{inode} ", table)
     return int(found[1]) if found else None
+
+
+# Waking up
+# -----------------------------------------------------------------------------
+
+_POLL = 0.02  # seconds between looks where no kernel tells of changes
+
+
+class _Watch:
+    """Sleeps until the pending file changes; one for all threads of a Queue.
+
+    One thread asks the kernel, the others wait on a condition, and one of
+    them takes over when it leaves.  `news` counts what was heard: a thread
+    that saw nothing due at some count sleeps only while it is still that.
+    Producers do nothing for this.
+    """
+
+    def __init__(self) -> None:
+        self.news = 0
+        self._cond = threading.Condition(threading.Lock())
+        self._asking = False
+        self._ear: _Ear | None = None
+        self._ident: object = None
+
+    def wait(self, news: int, data: _Data, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        with self._cond:
+            while self._asking and self.news == news:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._cond.wait(left)
+            if self.news != news:
+                return
+            self._asking = True
+        heard = False
+        try:
+            heard = self._listen(data, deadline - time.monotonic())
+        finally:
+            with self._cond:
+                self._asking = False
+                self.news += heard
+                self._cond.notify_all()
+
+    def _listen(self, data: _Data, seconds: float) -> bool:
+        """Arm, then have the caller look again, and only then sleep: so no
+        change can fall between looking and sleeping."""
+        inode = data.inode
+        if inode is None:
+            time.sleep(min(max(seconds, 0.0), _POLL))
+            return True
+        if self._ear is None:
+            self._ear = _ear()
+        if self._ident != inode.ident:
+            self._ear.arm(data.path, inode)
+            self._ident = inode.ident
+            return True
+        return self._ear.wait(max(0.0, seconds))
+
+    def close(self) -> None:
+        ear, self._ear = self._ear, None
+        if ear is not None:
+            ear.close()
+
+
+class _Ear:
+    """Polls a file's size and identity, where nothing better works."""
+
+    def arm(self, path: str, inode: _Inode) -> None:
+        """Listen for changes of the path's file from now on."""
+        self._path = path
+        self._last = self._look()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there was a change, within that many seconds."""
+        deadline = time.monotonic() + seconds
+        while self._look() == self._last:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(_POLL, left))
+        self._last = self._look()
+        return True
+
+    def _look(self) -> object:
+        try:
+            info = os.lstat(self._path)
+        except OSError:
+            return None
+        return info.st_dev, info.st_ino, info.st_size
+
+    def close(self) -> None:
+        pass
+
+
+class _Inotify(_Ear):
+    """Linux.  The file is watched, not its directory, or each lease would
+    wake everybody; ctypes, because os has no inotify."""
+
+    # IN_MODIFY, IN_ATTRIB (a replaced file loses its link), IN_DELETE_SELF,
+    # IN_MOVE_SELF
+    _EVENTS = 0x2 | 0x4 | 0x400 | 0x800
+
+    def __init__(self) -> None:
+        import ctypes
+        import select
+
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if fd < 0:
+            raise OSError(ctypes.get_errno(), "inotify_init1 failed")
+        self._file = _Fd.adopt(fd)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def arm(self, path: str, inode: _Inode) -> None:
+        if self._libc.inotify_add_watch(
+            self._file.fd, os.fsencode(path), self._EVENTS
+        ) < 0 and os.path.lexists(path):
+            raise OSError(errno.ENOSPC, "inotify_add_watch failed", path)
+
+    def wait(self, seconds: float) -> bool:
+        if not self._poll.poll(math.ceil(seconds * 1000)):
+            return False
+        try:
+            os.read(self._file.fd, 65536)
+        except BlockingIOError:
+            pass
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Kqueue(_Ear):
+    """macOS and the BSDs; watches an open file, so it shares ours."""
+
+    def __init__(self) -> None:
+        import select
+
+        self._select: Any = select  # its names differ by system
+        self._kqueue = self._select.kqueue()
+
+    def arm(self, path: str, inode: _Inode) -> None:
+        select, self._inode = self._select, inode
+        event = select.kevent(
+            inode.file.fd,
+            select.KQ_FILTER_VNODE,
+            select.KQ_EV_ADD | select.KQ_EV_CLEAR,
+            select.KQ_NOTE_WRITE
+            | select.KQ_NOTE_EXTEND
+            | select.KQ_NOTE_ATTRIB
+            | select.KQ_NOTE_DELETE
+            | select.KQ_NOTE_RENAME,
+        )
+        self._kqueue.control([event], 0)
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self._kqueue.control([], 8, seconds))
+
+    def close(self) -> None:
+        self._kqueue.close()
+
+
+def _ear() -> _Ear:
+    """The best way to hear of changes here; polling when there is none, or
+    when the user has no more inotify instances left."""
+    import select
+
+    try:
+        if hasattr(select, "kqueue"):
+            return _Kqueue()
+        return _Inotify()
+    except (AttributeError, ImportError, OSError, TypeError):
+        return _Ear()
