@@ -61,11 +61,6 @@ from json.encoder import encode_basestring_ascii as _quote
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, cast
 from zlib import crc32
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 if TYPE_CHECKING:
     import asyncio
     import logging
@@ -89,6 +84,18 @@ __all__ = [
     "Worker",
     "exponential",
 ]
+
+
+def _optional(module: str) -> Any:
+    """A module that only some systems have, or None."""
+    try:
+        return __import__(module)
+    except ImportError:
+        return None
+
+
+fcntl = _optional("fcntl")  # POSIX
+msvcrt = _optional("msvcrt")  # Windows
 
 FORMAT = 1  # raised by any change to the bytes on disk
 
@@ -187,15 +194,8 @@ class Fail(Exception):
 # =============================================================================
 
 
-class Job:
-    """One job as it was when it was read; immutable, truthy, picklable.
-
-    `run_at` is 0.0 for a job that was never delayed.  `leased_at` and
-    `lease_until` are None unless a delivery has begun, `token` unless it is
-    inflight.  `attempts` counts deliveries, this one included.  A pickled Job
-    can be settled elsewhere; only the original keeps its holder's proof of
-    life, so a Queue that goes out of scope does not give its jobs away.
-    """
+class _JobFields:
+    """What a Job is made of, while it is being made."""
 
     __slots__ = (
         "id",
@@ -212,18 +212,6 @@ class Job:
         "token",
         "_holder",
     )
-    id: str
-    payload: Any
-    state: str
-    attempts: int
-    priority: int
-    created_at: float
-    run_at: float
-    leased_at: float | None
-    lease_until: float | None
-    last_error: str | None
-    max_retries: int
-    token: str | None
 
     def __init__(
         self,
@@ -241,20 +229,42 @@ class Job:
         token: str | None = None,
         _holder: object = None,
     ) -> None:
-        fill = object.__setattr__
-        fill(self, "id", id)
-        fill(self, "payload", payload)
-        fill(self, "state", state)
-        fill(self, "attempts", attempts)
-        fill(self, "priority", priority)
-        fill(self, "created_at", created_at)
-        fill(self, "run_at", run_at)
-        fill(self, "leased_at", leased_at)
-        fill(self, "lease_until", lease_until)
-        fill(self, "last_error", last_error)
-        fill(self, "max_retries", max_retries)
-        fill(self, "token", token)
-        fill(self, "_holder", _holder)
+        self.id = id
+        self.payload = payload
+        self.state = state
+        self.attempts = attempts
+        self.priority = priority
+        self.created_at = created_at
+        self.run_at = run_at
+        self.leased_at = leased_at
+        self.lease_until = lease_until
+        self.last_error = last_error
+        self.max_retries = max_retries
+        self.token = token
+        self._holder = _holder
+
+
+class Job(_JobFields):
+    """One job as it was when it was read; immutable, truthy, picklable.
+
+    `run_at` is 0.0 for a job that was never delayed.  `leased_at` and
+    `lease_until` are None unless a delivery has begun, `token` unless it is
+    inflight.  `attempts` counts deliveries, this one included.  A pickled Job
+    can be settled elsewhere; only the original keeps its holder's proof of
+    life, so a Queue that goes out of scope does not give its jobs away.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Job:
+        # Filled before it becomes a Job: a quarter of the time that thirteen
+        # calls of object.__setattr__ take, in each put and get.
+        job = _JobFields(*args, **kwargs)
+        job.__class__ = cls
+        return cast(Job, job)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass  # __new__ did it
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"cannot set {name!r}: a Job is immutable")
@@ -263,17 +273,15 @@ class Job:
         raise AttributeError(f"cannot delete {name!r}: a Job is immutable")
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__slots__[:-1])
+        return tuple(getattr(self, name) for name in _JobFields.__slots__[:-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Job, self._values()
 
     def __eq__(self, other: object) -> bool:
-        return (
-            self._values() == other._values()
-            if isinstance(other, Job)
-            else NotImplemented
-        )
+        if not isinstance(other, Job):
+            return NotImplemented
+        return self._values() == other._values()
 
     def __hash__(self) -> int:
         return hash((self.id, self.token))
@@ -775,10 +783,22 @@ def _error_text(error: object) -> str | None:
 _dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
+def _not_json(value: object) -> NoReturn:
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
+
+
+# What dumps() makes anew for each call; kept, it saves two thirds of its time.
+# A loop in the payload ends as nesting that is too deep.
+_make_encoder: Any = getattr(json.encoder, "c_make_encoder", None)  # CPython has it
+_chunks: Callable[[Any, int], Iterable[str]] | None = _make_encoder and _make_encoder(
+    None, _not_json, _quote, None, ":", ",", False, False, False
+)
+
+
 def _encode(payload: Any) -> str:
     """Payload as ASCII JSON, or TypeError/ValueError."""
     try:
-        text = _dumps(payload)
+        text = "".join(_chunks(payload, 0)) if _chunks else _dumps(payload)
     except RecursionError:
         raise ValueError(f"payload: nested deeper than {_MAX_DEPTH} levels") from None
     except (TypeError, ValueError) as exc:
@@ -945,7 +965,7 @@ class Worker:
     def _watch(self, threads: Sequence[threading.Thread]) -> None:
         looked = time.monotonic()
         while any(thread.is_alive() for thread in threads):
-            threads[0].join(0.1) if threads[0].is_alive() else time.sleep(0.05)
+            time.sleep(0.05)
             if self._signals > 1:
                 self._release_running()
                 return
@@ -1029,8 +1049,8 @@ class Worker:
     def _wait_out(self, pause: float, exc: Exception) -> float:
         pause = min(max(pause * 2, 0.1), 30.0)
         _log().error("queue fails, next try in %.1f s: %s", pause, exc)
-        end = time.monotonic() + pause
-        while time.monotonic() < end and not self._stopping:
+        end = time.monotonic() + (min(pause, 1.0) if self._stopping else pause)
+        while time.monotonic() < end and self._signals < 2:
             time.sleep(0.05)
         return pause
 
@@ -1099,11 +1119,9 @@ class Worker:
                 _log().error("job %s not settled as %s: %s", job.id, outcome, exc)
                 return
             except QueueError as exc:
-                if self._signals > 1:
-                    return
+                if self._stopping and pause > 1:
+                    return  # the job comes back by itself when this process ends
                 pause = self._wait_out(pause, exc)
-                if self._stopping:
-                    time.sleep(min(pause, 1.0))
         with self._lock:
             self._totals[outcome] += 1
 
@@ -1133,13 +1151,18 @@ class Worker:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+                self._looper = threading.Thread(target=self._loop.run_forever)
+                self._looper.daemon = True
+                self._looper.start()
         asyncio.run_coroutine_threadsafe(wrap(), self._loop).result()
 
     def _stop_loop(self) -> None:
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
+            self._looper.join(1.0)
+            if not self._looper.is_alive():
+                loop.close()
 
 
 def _traceback(exc: BaseException) -> str:
@@ -1350,23 +1373,23 @@ class _FileCore(_Engine):
             )
         try:
             try:
-                self._acquire(write)
+                lock.acquire(write)
+                if self._closed:
+                    raise QueueClosedError(
+                        f"queue {self.path!r} is closed; make a new Queue",
+                        path=self.path,
+                    )
+                if self._store.enter(write):
+                    self._index.discard()
                 return body(*args)
             finally:
+                if _WINDOWS:
+                    self._store.let_go()
                 lock.release()
         except OSError as exc:
             raise self._refused(exc) from exc
         finally:
             lock.release()
-
-    def _acquire(self, write: bool) -> None:
-        if self._closed:
-            raise QueueClosedError(f"queue {self.path!r} is closed", path=self.path)
-        self._lock.acquire(write)
-        if self._closed:
-            raise QueueClosedError(f"queue {self.path!r} is closed", path=self.path)
-        if self._store.enter(write):
-            self._index.discard()
 
     def _refused(self, exc: OSError) -> QueueError:
         path = exc.filename or self.path
@@ -1600,11 +1623,12 @@ class _FileLeases(_FileCore):
     # Insert
 
     def insert(self, new: Sequence[_New], exist_ok: bool) -> list[Job]:
-        if any(item.id is not None for item in new):
-            jobs, ticket = self._transact(self._insert, new, exist_ok)
-        else:
+        if all([item.id is None for item in new]):
             jobs, ticket = self._locked(self._insert_blind, new)
-        self._store.commit(ticket)
+        else:
+            jobs, ticket = self._transact(self._insert, new, exist_ok)
+        if ticket is not None:
+            self._store.commit(ticket)
         if isinstance(jobs, DuplicateJobError):
             raise jobs
         return cast("list[Job]", jobs)
@@ -2101,9 +2125,10 @@ class _FileEngine(_FileLeases):
         index.ripen(time.time())
         due = []
         for order in list(index.orders.values()):
-            while order and (record := self._head(order)) is None:
-                pass
-            if order and record is not None:
+            record = None
+            while order and record is None:
+                record = self._head(order)
+            if record is not None:
                 due.append(max(record.fields["created_at"], record.fields["run_at"]))
         counts = index.counts
         return Stats(
@@ -2169,6 +2194,7 @@ _TOP = re.compile(
     rb'(?:"attempts":\d+,"priority":(-?\d+),"run_at":([0-9.e+-]+),|"done":)'
 )
 _FRESH = b'","rev":1,"attempts":0,"priority":0,"run_at":0,"'
+_OPEN = re.compile(rb',"crc":"\+[0-9a-f]{8}"\}\n')
 _LINES = re.compile(
     rb'(\{"id":"(?:[^"\\]|\\.)+","rev":\d+,"attempts":\d+,"priority":-?\d+,'
     rb'"run_at":[0-9.e+-]+,)"lines":(\d+),'
@@ -2453,6 +2479,11 @@ def _flaw(line: bytes, kept: bool = False) -> str:
     except _DamagedError as exc:
         return str(exc) if line.endswith(b"\n") else f"torn write: {exc}"
     return ""
+
+
+def _is_closed(line: bytes) -> bool:
+    """Whether a line is sound and ends its write."""
+    return not _is_open(line) and not _flaw(line)
 
 
 def _is_open(line: bytes) -> bool:
@@ -2894,9 +2925,10 @@ if hasattr(os, "register_at_fork"):
 class _Inode:
     """An open data file, and which of its writes are known to be on disk."""
 
-    def __init__(self, file: _Fd, checked: bool = False) -> None:
+    def __init__(self, file: _Fd, path: str, checked: bool = False) -> None:
         info = os.fstat(file.fd)
         self.file = file
+        self.path = path
         self.ident = (info.st_dev, info.st_ino)
         self.mode, self.uid, self.gid = info.st_mode, info.st_uid, info.st_gid
         self.checked = checked  # whether the last write's lines were counted
@@ -2906,8 +2938,18 @@ class _Inode:
         self.unsynced: list[tuple[int, Sequence[_Change]]] = []
         self.syncing = self.failed = False
 
+    def open(self) -> None:
+        """Open anew what Windows made us close (see _Store.let_go)."""
+        file = _open_file(self.path, os.O_RDWR | os.O_APPEND)
+        info = os.fstat(file.fd)
+        if (info.st_dev, info.st_ino) != self.ident:
+            raise _StaleError
+        self.file = file
+
     def read(self, place: int, length: int) -> bytes:
         """Exactly these bytes, or _StaleError."""
+        if self.file.fd < 0:
+            self.open()
         block = _pread(self.file.fd, length, place)
         while len(block) < length:
             more = _pread(self.file.fd, length - len(block), place + len(block))
@@ -2969,42 +3011,55 @@ class _Inode:
                 block = self.read(place, more) + block[:end]
                 end = len(block)
 
-    def sound_end(self, size: int) -> tuple[int, bool]:
-        """Where a file should end, and whether only a newline is missing."""
+    def sound_end(self, size: int) -> tuple[int, int]:
+        """Where a file should end, and the length of a sound last line that
+        lacks its newline (or 0)."""
         if size == 0:
-            return 0, False
+            return 0, 0
         lines = self.lines_back(size)
-        good, last = next(lines)
-        newline = False
-        if last.endswith(b"\n"):
-            if not _is_open(last):
-                hole = None if self.checked else self._hole(good, last)
-                return (size if hole is None else hole), False
-        elif not _flaw(last) and not _is_open(last):
-            hole = self._hole(good, last)
-            return (size, True) if hole is None else (hole, False)
-        for place, line in lines:
-            if not _is_open(line):
+        place, last = next(lines)
+        ended = last.endswith(b"\n")
+        if not ended or _is_open(last) or (b"\0" in last and not self.checked):
+            whole = not ended and _is_closed(last) and self._is_complete(place, last)
+        else:
+            whole = self.checked or self._is_complete(place, last)
+        if whole:
+            return size, 0 if ended else len(last)
+        for earlier, line in lines:
+            if _is_closed(line):
                 break
-            good = place
-        return good, newline
+            place = earlier
+        return place, 0
 
-    def _hole(self, place: int, last: bytes) -> int | None:
-        """Where the last write begins, if a power cut left a hole in it."""
+    def _is_complete(self, place: int, last: bytes) -> bool:
+        """Whether all lines that a closing line counts stand before it; a
+        power cut can leave a hole in a write whose end is whole."""
         match = _LINES.match(last)
         if not match or _flaw(last):
-            return None
-        missing = int(match[2]) - 1
-        holed = False
-        lines = self.lines_back(place)
-        while missing:
-            place, line = next(lines, (0, b""))
-            if b"\0" in line or not line:
-                holed = True
-            if not line:
-                break
+            return True
+        missing, place = self._skip_open(place, int(match[2]) - 1)
+        for _, line in self.lines_back(place) if missing else ():
+            if b"\0" in line or _is_closed(line):
+                return False
             missing -= 1
-        return place if holed else None
+            if not missing:
+                break
+        return not missing
+
+    def _skip_open(self, end: int, missing: int) -> tuple[int, int]:
+        """Step back over whole chunks of unclosed lines: a large put_many is
+        checked at the speed of a search, not line by line."""
+        while missing and end > _CHUNK:
+            block = self.read(end - _CHUNK, _CHUNK)
+            block = block[block.find(b"\n") + 1 :]
+            count = block.count(b"\n")
+            if count > missing or len(_OPEN.findall(block)) != count or b"\0" in block:
+                break
+            if not count:
+                break
+            missing -= count
+            end -= len(block)
+        return missing, end
 
 
 class _Data:
@@ -3083,39 +3138,44 @@ class _Store:
         except FileNotFoundError:
             info = None
         replaced = False
-        if (
-            info is None
-            or inode is None
-            or (info.st_dev, info.st_ino) != inode.ident
-            or inode.file.fd < 0
-        ):
-            replaced = inode is not None or data.decided > 0
+        if info is None or inode is None or (info.st_dev, info.st_ino) != inode.ident:
+            replaced = inode is not None
             data.inode, data.size, data.decided = None, 0, 0
             inode = self._open(data)
             if inode is None:
                 return replaced
             info = os.fstat(inode.file.fd)
+        elif inode.file.fd < 0:
+            inode.open()
         data.size = info.st_size
         if data.size != data.decided or not inode.checked:
             replaced = self._decide_tail(data, inode) or replaced
         return replaced
 
     def _open(self, data: _Data) -> _Inode | None:
+        """Open a data file, made if need be; None if only looking at none."""
         if not self.readonly:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             try:
-                data.inode = _Inode(
-                    _open_file(data.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-                )
+                data.inode = _Inode(_open_file(data.path, flags), data.path)
                 return data.inode
             except OSError as exc:
                 if exc.errno not in _NO_WRITE or not self._inspecting:
                     raise
                 self.readonly = True
         try:
-            data.inode = _Inode(_open_file(data.path, os.O_RDONLY))
+            file = _open_file(data.path, os.O_RDONLY)
         except FileNotFoundError:
             return None
+        data.inode = _Inode(file, data.path)
         return data.inode
+
+    def let_go(self) -> None:
+        """Close the data files before the lock is released: on Windows an
+        open file cannot be replaced by the next holder of the lock."""
+        for data in self.files:
+            if data.inode is not None:
+                data.inode.file.close()
 
     # The tail
 
@@ -3128,10 +3188,10 @@ class _Store:
         """
         size = data.size
         data.decided = -1
-        good, newline = inode.sound_end(size)
+        good, unended = inode.sound_end(size)
         if self.readonly:
-            data.size = good
-        elif newline:
+            data.size = good - unended
+        elif unended:
             self.append(data, b"\n", spare=True)
         elif good < size:
             self._keep(inode.read(good, size - good))
@@ -3178,7 +3238,7 @@ class _Store:
             file = _open_file(
                 data.temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
             )
-            inode = _Inode(file, checked=True)
+            inode = _Inode(file, data.path, checked=True)
             _keep_mode(file.fd, old, inode)
             size = 0
             for block in blocks:
@@ -3188,6 +3248,7 @@ class _Store:
                 _sync(file.fd)
             if _WINDOWS:
                 old.file.close()
+                file.close()
             _replace(data.temp, data.path)
         except BaseException:
             _unlink(data.temp)
@@ -3219,7 +3280,7 @@ class _Store:
         try:
             size = os.lstat(self.damaged).st_size
             if size != self._damage_seen[0]:
-                inode = _Inode(_open_file(self.damaged, os.O_RDONLY))
+                inode = _Inode(_open_file(self.damaged, os.O_RDONLY), self.damaged)
                 self._damage_seen = size, sum(1 for _ in inode.all_lines(size))
         except FileNotFoundError:
             return 0
@@ -3278,6 +3339,8 @@ class _Store:
         """Sync a file and its name, for all tickets issued so far."""
         target = inode.issued
         try:
+            if inode.file.fd < 0:
+                inode.open()
             _sync(inode.file.fd)
             if not inode.named:
                 self.sync_directory()
@@ -3347,7 +3410,7 @@ class _Store:
         found = []
         for path in [data.path for data in self.files] + [self.damaged]:
             try:
-                inode = _Inode(_open_file(path, os.O_RDONLY))
+                inode = _Inode(_open_file(path, os.O_RDONLY), path)
             except FileNotFoundError:
                 continue
             size = os.fstat(inode.file.fd).st_size
@@ -3369,9 +3432,9 @@ def _pread(fd: int, length: int, place: int) -> bytes:
 def _write(fd: int, block: bytes) -> None:
     """Write all of a block; a write is short exactly when the disk is full,
     and the next one says so."""
-    view = memoryview(block)
-    while view:
-        view = view[os.write(fd, view) :]
+    written = os.write(fd, block)
+    while written < len(block):
+        written += os.write(fd, memoryview(block)[written:])
 
 
 def _sync(fd: int) -> None:
@@ -3461,7 +3524,6 @@ class _FileLock:
         self._flocked = False
         self.ident: tuple[int, int] | None = None
         self.readonly = False
-        self._size = 0
         self._lay_at = 0.0
 
     def threads(self) -> threading.RLock:
@@ -3469,51 +3531,60 @@ class _FileLock:
         return self._mutex
 
     def acquire(self, write: bool) -> None:
-        deadline = time.monotonic() + self.timeout
         if not self._mutex.acquire(timeout=self.timeout):
             raise self._timed_out()
         while True:
-            if self._file is None or (write and self.readonly):
+            if self._file is None or (self.readonly and write):
                 self._open(write)
-            if self._file is None:
+            file = self._file
+            if file is None:
                 return  # nothing there to lock: only looking
             self._flocked = True  # before it is true: release() may do too much
             if self.shared:
-                self._flock(self._file.fd, deadline)
-            if self._is_current():
+                try:
+                    _try_lock(file.fd)
+                except OSError as exc:
+                    self._flock(file.fd, exc)
+            try:
+                info = os.lstat(self.path)
+            except FileNotFoundError:
+                self._file = None
+                continue
+            if (info.st_dev, info.st_ino) == self.ident:
                 break
             self._file = None  # unlinked or replaced: its lock excludes nobody
-        if self._size < _BALLAST and not self.readonly:
-            self._lay_ballast()
+        if info.st_size < _BALLAST and not self.readonly:
+            self._lay_ballast(info.st_size)
 
     def release(self) -> None:
         """Unlock what this thread holds; called twice, see _locked."""
-        if not self.mine():
-            return
-        if self._flocked:
-            if self.shared and self._file is not None:
-                _unlock(self._file.fd)
-            self._flocked = False
-        self._mutex.release()
+        if self.mine():
+            if self._flocked:
+                if self.shared and self._file is not None:
+                    _unlock(self._file.fd)
+                self._flocked = False
+            self._mutex.release()
 
     def _open(self, write: bool) -> None:
         self.readonly = False
-        self._file = None
+        self._file = self.ident = None
+        flags = os.O_RDWR | os.O_APPEND
         try:
-            self._file = _open_file(
-                self.path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if write else 0)
-            )
+            file = _open_file(self.path, flags | (os.O_CREAT if write else 0))
         except FileNotFoundError:
-            if write:
-                self._make_directory()
-                self._file = _open_file(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-            else:
+            if not write:
                 self.readonly = True
+                return
+            self._make_directory()
+            file = _open_file(self.path, flags | os.O_CREAT)
         except OSError as exc:
             if write or exc.errno not in _NO_WRITE:
                 raise
-            self._file = _open_file(self.path, os.O_RDONLY)
+            file = _open_file(self.path, os.O_RDONLY)
             self.readonly = True
+        info = os.fstat(file.fd)
+        self.ident = (info.st_dev, info.st_ino)
+        self._file = file
 
     def _make_directory(self) -> None:
         """Make the queue's directory, mode 0700, and durable ways to it."""
@@ -3530,50 +3601,41 @@ class _FileLock:
             if not _WINDOWS:
                 _sync_path(os.path.dirname(path))
 
-    def _is_current(self) -> bool:
-        try:
-            info = os.lstat(self.path)
-        except FileNotFoundError:
-            return False
-        ident = (info.st_dev, info.st_ino)
-        self._size = info.st_size
-        if ident != self.ident:
-            mine = os.fstat(cast(_Fd, self._file).fd)
-            if ident != (mine.st_dev, mine.st_ino):
-                return False
-            self.ident = ident
-        return True
-
-    def _flock(self, fd: int, deadline: float) -> None:
-        """Take the flock without ever blocking in the kernel.
+    def _flock(self, fd: int, exc: OSError) -> None:
+        """Take a busy flock without ever blocking in the kernel.
 
         With eight processes this has 1.6 times the rate of a blocking flock,
         and a longest wait of 2 ms against 44 ms.
         """
+        deadline = time.monotonic() + self.timeout
         pause, tries = 50e-6, 0
         while True:
-            try:
-                _try_lock(fd)
-                return
-            except (BlockingIOError, InterruptedError):
-                tries += 1
-            except OSError as exc:
-                if exc.errno not in _UNSUPPORTED:
-                    raise
-                raise QueueError(
-                    f"lock {self.path!r}: this file system cannot lock"
-                    f" ({exc.strerror}); keep the queue on a local disk, or pass"
-                    " cross_process_lock=False if only one process uses it",
-                    path=self.path,
-                    errno=exc.errno,
-                ) from exc
+            if not isinstance(exc, (BlockingIOError, InterruptedError)):
+                raise self._cannot_lock(exc) from exc
             if time.monotonic() >= deadline:
                 raise self._timed_out()
             if tries < 4:
+                tries += 1
                 time.sleep(0)
             else:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 1e-3)
+            try:
+                _try_lock(fd)
+                return
+            except OSError as again:
+                exc = again
+
+    def _cannot_lock(self, exc: OSError) -> Exception:
+        if exc.errno not in _UNSUPPORTED:
+            return exc
+        return QueueError(
+            f"lock {self.path!r}: this file system cannot lock"
+            f" ({exc.strerror}); keep the queue on a local disk, or pass"
+            " cross_process_lock=False if only one process uses it",
+            path=self.path,
+            errno=exc.errno,
+        )
 
     def _timed_out(self) -> LockTimeoutError:
         pid = None if self.ident is None else _flock_pid(self.ident[1])
@@ -3588,7 +3650,7 @@ class _FileLock:
 
     # Ballast
 
-    def _lay_ballast(self) -> None:
+    def _lay_ballast(self, size: int) -> None:
         """Fill the lock file up; incompressible, or it would free nothing."""
         now = time.monotonic()
         if now < self._lay_at:
@@ -3596,7 +3658,7 @@ class _FileLock:
         self._lay_at = now + 10.0
         file = cast(_Fd, self._file)
         try:
-            _write(file.fd, os.urandom(_BALLAST - self._size))
+            _write(file.fd, os.urandom(_BALLAST - size))
         except OSError:
             self.spend_ballast()
 
@@ -3645,7 +3707,7 @@ class _FileLock:
             return True
         answer = fcntl.fcntl(self._file.fd, fcntl.F_OFD_GETLK, _byte_lock(number))
         kind: int = struct.unpack_from("h", answer)[0]
-        return kind != fcntl.F_UNLCK
+        return bool(kind != fcntl.F_UNLCK)
 
 
 def _byte_lock(number: int) -> bytes:
@@ -3657,8 +3719,6 @@ def _try_lock(fd: int) -> None:
     if fcntl is not None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return
-    import msvcrt
-
     os.lseek(fd, 2**30, os.SEEK_SET)  # beyond the ballast: the lock is mandatory
     try:
         msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
@@ -3670,8 +3730,6 @@ def _unlock(fd: int) -> None:
     if fcntl is not None:
         fcntl.flock(fd, fcntl.LOCK_UN)
         return
-    import msvcrt
-
     os.lseek(fd, 2**30, os.SEEK_SET)
     msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
 
