@@ -1489,7 +1489,8 @@ class _FileCore(_Engine):
         _log().warning(
             "%d damaged lines set aside in %s", len(index.damage), self._store.damaged
         )
-        self._compact()
+        index.damage.clear()
+        self._try_compact()
 
     # Compaction
 
@@ -1508,6 +1509,8 @@ class _FileCore(_Engine):
             if index.read[file] != index.live_of[file]:
                 data = store.files[file]
                 store.rewrite(data, index.rewritten(file, data.bytes_at))
+                mark = data.bytes_at(max(0, data.size - 32), min(32, data.size))
+                index.move(file, data.size, mark)
         index.drop_done()
         self._compact_above = _MIB
 
@@ -1524,7 +1527,6 @@ class _FileCore(_Engine):
             self._compact()
         except OSError as exc:
             _log().warning("compaction failed: %s", exc)
-            self._index.discard()
             self._compact_above = max(self._compact_above, self._index.superseded) * 2
 
     def compact(self) -> None:
@@ -2351,7 +2353,7 @@ _scan = _decoder.scan_once  # type: ignore[attr-defined]
 def _read_record(line: bytes) -> _Record:
     """Decode a line that the index holds for sound, or raise _StaleError."""
     body = line[:-18]
-    if line[-18:-10] == b',"crc":"' and b"%08x" % crc32(body) == line[-10:-2]:
+    if line[-18:-10] == b',"crc":"' and b'%08x"}' % crc32(body) == line[-10:]:
         record = _own_record(body)
         if record is not None:
             return record
@@ -2618,22 +2620,22 @@ class _Index:
         append = self._order(0).places.append
         fresh = size = 0
         for line in lines:
-            end = line.find(b'"', 7)
+            end, length = line.find(b'"', 7), len(line) + 1
+            seal = line[-19:-10]
+            body = line[:-19] if seal == b',"crc":"+' else line[:-18]
             if (
                 line.startswith(_FRESH, end)
-                and line[-18:-10] == b',"crc":"'
-                and b"%08x" % crc32(line[:-18]) == line[-10:-2]
+                and (seal[1:] == b',"crc":"' or seal == b',"crc":"+')
+                and b'%08x"}' % crc32(body) == line[-10:]
                 and line[7:end] not in entries
             ):
-                length = len(line) + 1
                 entries[line[7:end]] = place << 64 | length << 32 | 8
                 append(place)
-                place += length
                 fresh += 1
                 size += length
             else:
                 self._load_line(0, line, place, now)
-                place += len(line) + 1
+            place += length
         self.counts[_PENDING] += fresh
         self.live_of[0] += size
 
@@ -2763,18 +2765,14 @@ class _Index:
     def rewritten(
         self, file: int, read: Callable[[int, int], bytes]
     ) -> Iterator[bytes]:
-        """Yield a file's live lines in blocks, and move the index along.
+        """Yield a file's live lines in blocks; move() when they are in place.
 
         The lines lose the marks of their write: at the tail those would make
-        a whole put_many of what is left of it.  If the caller fails on the
-        way, the index must be discarded.
+        a whole put_many of what is left of it.
         """
-        live, place = self.live(file), 0
-        old, new = array("Q"), array("Q")
-        self.marks[file] = b""
-        if file == 0:
-            self.delayed = [item for item in self.delayed if self._is_delayed(item)]
-        for group in _adjacent(live):
+        self._moved: list[tuple[bytes, int, int]] = []  # key, old, new entry
+        place = 0
+        for group in _adjacent(self.live(file)):
             start, end = group[0][0] >> 64, group[-1][0]
             block = read(start, (end >> 64) + (end >> 32 & _MASK) - start)
             lengths = [entry >> 32 & _MASK for entry, _ in group]
@@ -2782,28 +2780,35 @@ class _Index:
                 lines = [_plain(line + b"\n") for line in block[:-1].split(b"\n")]
                 block, lengths = b"".join(lines), [len(line) for line in lines]
             for (entry, key), length in zip(group, lengths):
-                self.entries[key] = place << 64 | length << 32 | entry & _MASK
-                old.append(entry >> 64)
-                new.append(place)
+                new = place << 64 | length << 32 | entry & _MASK
+                self._moved.append((key, entry, new))
                 place += length
-            self.marks[file] = block[-32:]
             yield block
-        self.read[file] = self.live_of[file] = place
-        if file == 0:
-            self._move_orders(old, new)
 
-    def _move_orders(self, old: array[int], new: array[int]) -> None:
+    def move(self, file: int, size: int, mark: bytes) -> None:
+        """Follow the lines of rewritten() to their new places."""
+        if file == 0:
+            self._move_orders()
+        for key, _, new in self._moved:
+            self.entries[key] = new
+        self.read[file] = self.live_of[file] = size
+        self.marks[file] = mark
+        self._moved = []
+
+    def _move_orders(self) -> None:
+        old = array("Q", [entry >> 64 for _, entry, _ in self._moved])
         for priority, order in self.orders.items():
             moved = []
             for place in sorted(order.waiting()):
                 at = bisect.bisect_left(old, place)
                 if at < len(old) and old[at] == place:
-                    moved.append(new[at])
+                    moved.append(self._moved[at][2] >> 64)
             self.orders[priority] = _Order(priority, moved)
-        self.delayed = [
-            (run_at, self.entries[key] >> 64, priority, key)
-            for run_at, _, priority, key in self.delayed
-        ]
+        delayed = []
+        for run_at, place, priority, key in filter(self._is_delayed, self.delayed):
+            at = bisect.bisect_left(old, place)
+            delayed.append((run_at, self._moved[at][2] >> 64, priority, key))
+        self.delayed = delayed
         heapq.heapify(self.delayed)
 
     def drop_done(self) -> None:
