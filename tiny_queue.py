@@ -1421,10 +1421,11 @@ class _FileCore(_Engine):
                 done = self._catch_up()
                 result = body(*args) if done else None
                 self._compact_if_due()
-                index.dirty = False
+                index.dirty = index.careful = False
                 return done, result
             except _StaleError:  # the files are not what the index remembers
                 index.discard()
+                index.careful = True
             except (DuplicateJobError, JobNotFoundError, LeaseLostError):
                 index.dirty = False
                 raise
@@ -1632,7 +1633,10 @@ class _FileLeases(_FileCore):
         if ticket is not None:
             self._store.commit(ticket)
         if isinstance(jobs, DuplicateJobError):
-            raise jobs
+            try:
+                raise jobs
+            finally:
+                del jobs, ticket  # or the traceback would keep the file open
         return cast("list[Job]", jobs)
 
     def _insert_blind(self, new: Sequence[_New]) -> tuple[list[Job], _Ticket | None]:
@@ -1809,7 +1813,9 @@ class _FileLeases(_FileCore):
         if inode is None:
             raise _StaleError
         record = _read_record(inode.line(place))
-        entry = self._index.entries.get(record.key, _DONE)
+        entry = self._index.entries.get(record.key)
+        if entry is None:
+            raise _StaleError  # each line that was read has an entry
         if entry >> 64 == place and entry & 7 == _PENDING:
             return record
         order.pop()
@@ -1987,8 +1993,9 @@ class _FileEngine(_FileLeases):
         index, key = self._index, _key(job.id)
         record = self._record(key, self._check_lease(key, job))
         fields, token = record.fields, cast(str, job.token)
-        now, leased_at = time.time(), fields["leased_at"]
-        holder = self._live_holder() if fields["holder"] else None
+        now = time.time()
+        leased_at = fields.get("leased_at", now)
+        holder = self._live_holder() if fields.get("holder") else None
         number = holder.number if holder else 0
         extra = _stamp(token, number, time.monotonic(), now, seconds, leased_at)
         if fields.get("lapses"):
@@ -2376,6 +2383,10 @@ def _own_record(body: bytes) -> _Record | None:
         place = text.index(',"created_at":')
     except (StopIteration, ValueError):
         return None
+    except RecursionError:
+        if _shallow(text):
+            raise  # the caller's own stack is nearly full
+        return None
     if not fields.keys() >= _NEEDED or text.find("{", 1, place) >= 0:
         return None
     return _Record(_key(fields["id"]), fields["rev"], fields, text[place + 1 : -1])
@@ -2494,8 +2505,12 @@ def _is_open(line: bytes) -> bool:
     return seal is not None and seal[1] == b"+"
 
 
+_UNUSUAL = re.compile(rb'"crc":"\+|"lines":|\A\xef\xbb\xbf')
+
+
 def _plain(line: bytes) -> bytes:
-    """A line without the marks of its write; those count at the tail only."""
+    """A line without the marks of its write, which count at the tail only."""
+    line = line.removeprefix(_BOM)
     if _is_open(line):
         return _SEAL.sub(rb',"crc":"\2"}', line.rstrip(b" \t\r\n")) + b"\n"
     if b'"lines":' in line:
@@ -2566,6 +2581,7 @@ class _Index:
     def discard(self) -> None:
         """Forget all but the revs that failed writes have used up."""
         self.loaded = False  # whether anything was ever read
+        self.careful = False  # a checksum proved not to be enough
         self.dirty = False
         self.read = [0, 0, 0]  # how far each file is indexed
         self.marks = [b"", b"", b""]  # the last bytes before that
@@ -2603,7 +2619,7 @@ class _Index:
     def load(self, file: int, block: bytes, now: float) -> None:
         """Index whole lines that follow what was read of a file."""
         lines = block[:-1].split(b"\n")
-        if file == 0:
+        if file == 0 and not self.careful:
             self._load_pending(lines, now)
         else:
             place = self.read[file]
@@ -2640,7 +2656,7 @@ class _Index:
         self.live_of[0] += size
 
     def _load_line(self, file: int, line: bytes, place: int, now: float) -> None:
-        top = _TOP.match(line)
+        top = None if self.careful else _TOP.match(line)
         seal = _SEAL.search(line)
         if top and seal and crc32(line[: seal.start()]) == int(seal[2], 16):
             key, rev = top[1], int(top[2])
@@ -2776,7 +2792,7 @@ class _Index:
             start, end = group[0][0] >> 64, group[-1][0]
             block = read(start, (end >> 64) + (end >> 32 & _MASK) - start)
             lengths = [entry >> 32 & _MASK for entry, _ in group]
-            if b'"crc":"+' in block or b'"lines":' in block:
+            if _UNUSUAL.search(block):
                 lines = [_plain(line + b"\n") for line in block[:-1].split(b"\n")]
                 block, lengths = b"".join(lines), [len(line) for line in lines]
             for (entry, key), length in zip(group, lengths):
@@ -2935,13 +2951,13 @@ class _Inode:
         self.file = file
         self.path = path
         self.ident = (info.st_dev, info.st_ino)
-        self.mode, self.uid, self.gid = info.st_mode, info.st_uid, info.st_gid
         self.checked = checked  # whether the last write's lines were counted
         self.named = False  # whether the name is durable
-        self.cond = threading.Condition(threading.Lock())
+        self.cond = threading.Condition()
         self.issued = self.synced = 0  # numbers of tickets
         self.unsynced: list[tuple[int, Sequence[_Change]]] = []
-        self.syncing = self.failed = False
+        self.leader = 0  # the thread that syncs for all
+        self.failed = False
 
     def open(self) -> None:
         """Open anew what Windows made us close (see _Store.let_go)."""
@@ -3021,8 +3037,7 @@ class _Inode:
         lacks its newline (or 0)."""
         if size == 0:
             return 0, 0
-        lines = self.lines_back(size)
-        place, last = next(lines)
+        place, last = next(self.lines_back(size))
         ended = last.endswith(b"\n")
         if not ended or _is_open(last) or (b"\0" in last and not self.checked):
             whole = not ended and _is_closed(last) and self._is_complete(place, last)
@@ -3030,11 +3045,15 @@ class _Inode:
             whole = self.checked or self._is_complete(place, last)
         if whole:
             return size, 0 if ended else len(last)
-        for earlier, line in lines:
+        return self.write_start(place), 0
+
+    def write_start(self, place: int) -> int:
+        """Where the write begins that the line at a place is the last of."""
+        for earlier, line in self.lines_back(place):
             if _is_closed(line):
                 break
             place = earlier
-        return place, 0
+        return place
 
     def _is_complete(self, place: int, last: bytes) -> bool:
         """Whether all lines that a closing line counts stand before it; a
@@ -3195,7 +3214,7 @@ class _Store:
         data.decided = -1
         good, unended = inode.sound_end(size)
         if self.readonly:
-            data.size = good - unended
+            data.size = inode.write_start(good - unended) if unended else good
         elif unended:
             self.append(data, b"\n", spare=True)
         elif good < size:
@@ -3244,7 +3263,7 @@ class _Store:
                 data.temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
             )
             inode = _Inode(file, data.path, checked=True)
-            _keep_mode(file.fd, old, inode)
+            _keep_mode(file.fd, old.file.fd)
             size = 0
             for block in blocks:
                 _write(file.fd, block)
@@ -3317,10 +3336,11 @@ class _Store:
     def _committed(self, inode: _Inode, number: int) -> bool:
         """Wait for another thread's sync, or do one for all; True when this
         ticket is on disk."""
-        leads = False
+        me, leads = threading.get_ident(), False
         try:
             with inode.cond:
-                while inode.synced < number and inode.syncing:
+                # A signal handler may put while its own thread is the leader.
+                while inode.synced < number and inode.leader not in (0, me):
                     inode.cond.wait()
                 if inode.synced >= number:
                     return True
@@ -3331,13 +3351,13 @@ class _Store:
                         path=self.path,
                         errno=errno.EIO,
                     )
-                leads = inode.syncing = True
+                leads, inode.leader = not inode.leader, me
             self._sync_inode(inode)
             return False
         finally:
             if leads:
                 with inode.cond:
-                    inode.syncing = False
+                    inode.leader = 0
                     inode.cond.notify_all()
 
     def _sync_inode(self, inode: _Inode) -> None:
@@ -3375,7 +3395,12 @@ class _Store:
         """Make the names in the queue's directory durable."""
         if _WINDOWS:
             return
-        _sync_path(self.path)
+        try:
+            _sync_path(self.path)
+        except OSError:
+            # A retry would say yes and mean nothing: copy everything (I9).
+            self._sick.extend(data.inode for data in self.files if data.inode)
+            raise
         if not self._parent_named:
             try:
                 _sync_path(os.path.dirname(self.path))
@@ -3479,15 +3504,16 @@ def _unlink(path: str) -> None:
         pass
 
 
-def _keep_mode(fd: int, old: _Inode, new: _Inode) -> None:
+def _keep_mode(fd: int, old_fd: int) -> None:
     """Give a rewritten file the mode and, where allowed, owner of the old."""
-    if (old.uid, old.gid) != (new.uid, new.gid):
+    old, new = os.fstat(old_fd), os.fstat(fd)
+    if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
         try:
-            os.fchown(fd, old.uid, old.gid)
+            os.fchown(fd, old.st_uid, old.st_gid)
         except OSError:
             pass  # only root may; the mode then decides who can go on
-    if old.mode != new.mode:
-        os.fchmod(fd, stat.S_IMODE(old.mode))
+    if old.st_mode != new.st_mode:
+        os.fchmod(fd, stat.S_IMODE(old.st_mode))
 
 
 # Lock: of the queue, and of its holders' lives
@@ -3767,7 +3793,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.news = 0
-        self._cond = threading.Condition(threading.Lock())
+        self._cond = threading.Condition()
         self._asking = False
         self._ear: _Ear | None = None
         self._ident: object = None
