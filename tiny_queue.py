@@ -2413,6 +2413,9 @@ def _any_record(line: bytes) -> _Record:
     if "crc" in fields and not seal:
         raise _DamagedError("checksum does not match")
     _fill(fields)
+    top = _TOP.match(line)
+    if top and seal and top[1] != _key(fields["id"]):
+        raise _DamagedError("two ids")
     own = _own_record(body) if seal else None
     return own or _Record(_key(fields["id"]), fields["rev"], fields, _rest(fields))
 
@@ -3221,7 +3224,7 @@ class _Store:
             self._keep(inode.read(good, size - good))
             os.ftruncate(inode.file.fd, good)
             data.size = good
-        inode.checked = True
+        inode.checked = not self.readonly  # what is not cut is met again
         data.decided = data.size
         return good < size
 
