@@ -2955,6 +2955,7 @@ class _Inode:
         self.path = path
         self.ident = (info.st_dev, info.st_ino)
         self.checked = checked  # whether the last write's lines were counted
+        self.unended = -1  # where a newline is imagined that may not be written
         self.named = False  # whether the name is durable
         self.cond = threading.Condition()
         self.issued = self.synced = 0  # numbers of tickets
@@ -2976,10 +2977,11 @@ class _Inode:
             self.open()
         block = _pread(self.file.fd, length, place)
         while len(block) < length:
-            more = _pread(self.file.fd, length - len(block), place + len(block))
-            if not more:
+            end = place + len(block)
+            more = _pread(self.file.fd, length - len(block), end)
+            if not more and end != self.unended:
                 raise _StaleError
-            block += more
+            block += more or b"\n"
         return block
 
     def line(self, place: int) -> bytes:
@@ -2991,6 +2993,8 @@ class _Inode:
             if end >= 0:
                 return block[:end]
             if len(block) < size:
+                if place + len(block) == self.unended:
+                    return block
                 raise _StaleError
             size *= 8
 
@@ -3217,7 +3221,8 @@ class _Store:
         data.decided = -1
         good, unended = inode.sound_end(size)
         if self.readonly:
-            data.size = inode.write_start(good - unended) if unended else good
+            inode.unended = good if unended else -1
+            data.size = good + bool(unended)
         elif unended:
             self.append(data, b"\n", spare=True)
         elif good < size:
