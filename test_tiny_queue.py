@@ -1,0 +1,4598 @@
+"""Tests of tiny_queue: standard library only, no network, no root needed.
+
+    python3 -m unittest                     # all, in the repository's directory
+    python3 -m unittest -k Compaction -v    # some
+
+Knobs, from the environment:
+
+    TQ_DEEP=1   more rounds of everything that repeats
+    TQ_SEED=n   seed of whatever is random (default 1)
+
+The helpers come first, each with its own small test; then one class per
+behaviour, under the banners of the module and in their order.  Tests assert
+on the live object first, then on a reopened one.  Claims about processes are
+tested with real processes, which tell their steps over a socket: no test
+sleeps to let another process get on.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import copy
+import datetime
+import decimal
+import errno
+import fcntl
+import gc
+import inspect
+import json
+import logging
+import math
+import os
+import pathlib
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import tracemalloc
+import unittest
+import zlib
+from unittest import mock
+
+import tiny_queue as tq
+
+DEEP = os.environ.get("TQ_DEEP", "") not in ("", "0")
+SEED = int(os.environ.get("TQ_SEED", "1"))
+ROOT = os.path.dirname(os.path.abspath(__file__))
+STATES = ("pending", "inflight", "dead")
+PATIENCE = 20.0  # seconds before something that must happen counts as not happening
+
+# Helpers
+# =============================================================================
+
+
+def eventually(condition, timeout=PATIENCE):
+    """Return the first true value of condition(), or fail after timeout."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"never became true: {condition}")
+        time.sleep(0.002)
+
+
+class Patched:
+    """A module with some of its functions replaced."""
+
+    def __init__(self, real, **fakes):
+        self.__dict__.update(fakes)
+        self._real = real
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+
+def patched(name, **fakes):
+    """Let tiny_queue see its module `name` with some functions replaced."""
+    return mock.patch.object(tq, name, Patched(getattr(tq, name), **fakes))
+
+
+class Clock:
+    """The real clocks, each plus what the test has added; the wall clock
+    stands still if it was given an instant."""
+
+    def __init__(self, at=None):
+        self.at = at
+        self.wall = self.mono = 0.0
+
+    def jump(self, seconds=0.0, mono=0.0):
+        self.wall += seconds
+        self.mono += mono
+
+    def time(self):
+        return (time.time() if self.at is None else self.at) + self.wall
+
+    def monotonic(self):
+        return time.monotonic() + self.mono
+
+    def patch(self):
+        return patched("time", time=self.time, monotonic=self.monotonic)
+
+
+class Link:
+    """One end of a conversation between two processes, in JSON lines."""
+
+    def __init__(self, sock):
+        self.sock = sock
+        self.sock.settimeout(PATIENCE)
+        self.file = sock.makefile("rb")
+
+    def tell(self, value=None):
+        self.sock.sendall(json.dumps({"said": value}).encode() + b"\n")
+
+    def hear(self):
+        line = self.file.readline()
+        if not line:
+            raise EOFError("the other process has ended")
+        message = json.loads(line)
+        if "failed" in message:
+            raise AssertionError(message["failed"])
+        return message["said"]
+
+    def close(self):
+        self.file.close()
+        self.sock.close()
+
+
+class Child(Link):
+    """A forked process that runs function(link, *args).
+
+    What the function returns is told last; an exception fails hear().
+    """
+
+    def __init__(self, function, *args):
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                ours.close()
+                self._run(Link(theirs), function, args)
+            finally:
+                os._exit(0)
+        theirs.close()
+        super().__init__(ours)
+
+    @staticmethod
+    def _run(link, function, args):
+        try:
+            link.tell(function(link, *args))
+        except BaseException:
+            message = {"failed": traceback.format_exc()}
+            link.sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def kill(self, number=signal.SIGKILL):
+        os.kill(self.pid, number)
+        if number == signal.SIGKILL:
+            self.wait()
+
+    def wait(self):
+        if self.pid:
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+    def end(self):
+        if self.pid:
+            self.kill()
+        self.close()
+
+
+def run_python(code, *args, cwd=None, timeout=60, options=(), **env):
+    """Run code in a fresh interpreter; return its CompletedProcess."""
+    return subprocess.run(
+        [sys.executable, *options, "-c", code, *map(str, args)],
+        cwd=cwd,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": ROOT, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+    )
+
+
+def seal(fields, mark=""):
+    """A line as the module writes it: strict JSON, closed by its checksum."""
+    text = fields if isinstance(fields, str) else json.dumps(fields)
+    body = text[:-1].encode()
+    return b'%b,"crc":"%b%08x"}\n' % (body, mark.encode(), zlib.crc32(body))
+
+
+def read_line(line):
+    """The fields of a valid line, checksum verified, or None."""
+    line = line.strip(b" \t\r\n")
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or not isinstance(fields.get("id"), str):
+        return None
+    crc = fields.get("crc")
+    if crc is not None:
+        body = line[: line.rindex(b',"crc"')]
+        if int(crc.lstrip("+"), 16) != zlib.crc32(body):
+            return None
+    return fields
+
+
+def census(path, name="default"):
+    """What the three files say, read without the module: id -> (state, fields)
+    of the valid record with the highest rev; finished jobs are left out."""
+    best = {}
+    for rank, state in enumerate(STATES):
+        for line in file_lines(path, state, name):
+            fields = read_line(line)
+            if fields is not None:
+                done = "done" in fields
+                key = (fields.get("rev", 1), 3 if done else rank)
+                if fields["id"] not in best or best[fields["id"]][0] < key:
+                    best[fields["id"]] = (key, "done" if done else state, fields)
+    return {id: found[1:] for id, found in best.items() if found[1] != "done"}
+
+
+def file_of(path, state, name="default"):
+    return os.path.join(path, f"{name}.{state}.jsonl")
+
+
+def file_bytes(path, state, name="default"):
+    try:
+        return pathlib.Path(file_of(path, state, name)).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def file_lines(path, state, name="default"):
+    return file_bytes(path, state, name).splitlines(True)
+
+
+def tree(path):
+    """Every file under a directory and its bytes, locks left out."""
+    found = {}
+    for folder, _, names in os.walk(path):
+        for name in names:
+            if not name.endswith(".lock"):
+                file = pathlib.Path(folder, name)
+                found[str(file)] = file.read_bytes()
+    return {name: data for name, data in found.items() if data}
+
+
+def open_fds():
+    """How many descriptors this process has open (Linux, else constant)."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:
+        return 0
+
+
+class FullDisk:
+    """os.write on a disk where a directory's files may take `limit` bytes."""
+
+    def __init__(self, path, limit):
+        self.path = path
+        self.limit = limit
+        self.refused = 0
+
+    def used(self):
+        return sum(entry.stat().st_size for entry in os.scandir(self.path))
+
+    def write(self, fd, data):
+        free = self.limit - self.used()
+        if free <= 0:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.write(fd, bytes(data)[:free])
+
+
+class Case(unittest.TestCase):
+    """A test with a fresh directory; what it opens and spawns is ended."""
+
+    def setUp(self):
+        self.dir = tempfile.mkdtemp(prefix="tq-")
+        self.addCleanup(shutil.rmtree, self.dir, True)
+        self.path = os.path.join(self.dir, "jobs")
+        logger = logging.getLogger("tiny_queue")
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)
+        self.addCleanup(logger.setLevel, level)
+
+    def open(self, **options):
+        options.setdefault("fsync", False)
+        queue = tq.Queue(options.pop("path", self.path), **options)
+        self.addCleanup(queue.close)
+        return queue
+
+    def spawn(self, function, *args):
+        child = Child(function, *args)
+        self.addCleanup(child.end)
+        return child
+
+    def views(self, queue, **options):
+        """The live object, then a new one on the same directory."""
+        yield queue
+        yield self.open(name=queue.name, **options)
+
+    def assertDrains(self, queue, payloads):
+        """get() delivers exactly these, in order; each is settled."""
+        found = []
+        for job in iter(queue.get, None):
+            found.append(job.payload)
+            queue.task_done(job)
+        self.assertEqual(found, list(payloads))
+
+    def run_threads(self, *works):
+        """Run each function in a thread; no exception may escape one."""
+        errors = []
+
+        def guarded(work):
+            try:
+                work()
+            except BaseException:
+                errors.append(traceback.format_exc())
+
+        threads = [threading.Thread(target=guarded, args=(w,)) for w in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+            self.assertFalse(thread.is_alive(), "a thread hangs")
+        self.assertEqual(errors, [])
+
+    def write(self, state, data, mode="wb"):
+        """Write a data file by hand."""
+        os.makedirs(self.path, exist_ok=True)
+        with open(file_of(self.path, state), mode) as file:
+            file.write(data)
+
+
+class HelpersTest(Case):
+    def test_eventually_returns_the_value_or_fails(self):
+        """eventually() returns what became true, and fails on what does not."""
+        values = iter([0, None, 7])
+        self.assertEqual(eventually(lambda: next(values)), 7)
+        with self.assertRaises(AssertionError):
+            eventually(lambda: False, timeout=0.01)
+
+    def test_patched_replaces_one_function_for_the_module_only(self):
+        """patched() changes what the module sees, and nothing else."""
+        with patched("os", getpid=lambda: -1):
+            self.assertEqual(tq.os.getpid(), -1)
+            self.assertGreater(os.getpid(), 0)
+            self.assertIs(tq.os.path, os.path)
+        self.assertIs(tq.os, os)
+
+    def test_clock_jumps(self):
+        """A Clock moves each of its two clocks by itself, or stands still."""
+        clock = Clock(at=1000.0)
+        clock.jump(5.0, mono=3600.0)
+        with clock.patch():
+            self.assertEqual(tq.time.time(), 1005.0)
+            self.assertGreater(tq.time.monotonic(), time.monotonic() + 3599)
+
+    def test_child_talks_returns_and_fails(self):
+        """A Child hears, tells, returns its value and reports exceptions."""
+        child = self.spawn(lambda link, n: link.hear() + n, 2)
+        child.tell(40)
+        self.assertEqual(child.hear(), 42)
+        with self.assertRaisesRegex(AssertionError, "ZeroDivisionError"):
+            self.spawn(lambda link: 1 // 0).hear()
+
+    def test_run_threads_fails_if_a_thread_does(self):
+        """run_threads() joins all, and no exception in one goes unseen."""
+        done = []
+        self.run_threads(lambda: done.append(1), lambda: done.append(2))
+        self.assertEqual(sorted(done), [1, 2])
+        with self.assertRaises(AssertionError):
+            self.run_threads(lambda: 1 // 0)
+
+    def test_run_python_runs_a_fresh_interpreter(self):
+        """run_python() sees this repository's module."""
+        done = run_python("import sys, tiny_queue; print(sys.argv[1])", 5)
+        self.assertEqual((done.stdout.strip(), done.stderr), ("5", ""))
+
+    def test_seal_and_read_line_know_the_checksum(self):
+        """read_line() accepts what seal() closed, and nothing changed since."""
+        line = seal({"id": "a", "rev": 1, "payload": [1]})
+        self.assertEqual(read_line(line)["payload"], [1])
+        self.assertIsNone(read_line(line.replace(b"[1]", b"[2]")))
+
+    def test_census_keeps_the_highest_rev(self):
+        """census() is the state of each job by the highest rev, done removed."""
+        self.write("pending", b'{"id":"a","payload":1}\n{"id":"b","payload":2}\n')
+        self.write("inflight", b'{"id":"a","rev":2,"payload":1}\n')
+        self.write("dead", b'{"id":"a","rev":3,"payload":1}\n{"id":"c","payload":3}\n')
+        self.write("inflight", b'{"id":"c","rev":2,"done":true}\n', "ab")
+        found = {id: state for id, (state, _) in census(self.path).items()}
+        self.assertEqual(found, {"a": "dead", "b": "pending"})
+
+    def test_full_disk_writes_short_then_fails(self):
+        """A FullDisk writes what fits, then raises ENOSPC."""
+        disk = FullDisk(self.dir, 3)
+        with open(os.path.join(self.dir, "f"), "wb", 0) as file:
+            self.assertEqual(disk.write(file.fileno(), b"12345"), 3)
+            with self.assertRaises(OSError):
+                disk.write(file.fileno(), b"45")
+
+    def test_tree_and_fds(self):
+        """tree() leaves locks and empty files out; open_fds() counts."""
+        self.write("pending", b"x")
+        self.write("dead", b"")
+        self.assertEqual(list(tree(self.dir).values()), [b"x"])
+        before = open_fds()
+        with open(os.devnull):
+            self.assertIn(open_fds() - before, (0, 1))
+
+
+# Constants and errors
+# =============================================================================
+
+
+class ErrorsTest(Case):
+    def raised(self, kind, call, *args, **kwargs):
+        with self.assertRaises(kind) as caught:
+            call(*args, **kwargs)
+        message = str(caught.exception)
+        self.assertTrue(message[0].islower() and message[-1] not in ".!", message)
+        return caught.exception
+
+    def test_every_error_is_a_queue_error(self):
+        """One except clause catches whatever a queue raises by itself."""
+        for (
+            name
+        ) in "DuplicateJob JobNotFound LeaseLost LockTimeout QueueClosed".split():
+            with self.subTest(name):
+                kind = getattr(tq, name + "Error")
+                self.assertTrue(issubclass(kind, tq.QueueError))
+                self.assertIn(name + "Error", tq.__all__)
+
+    def test_errors_survive_pickling_with_their_data(self):
+        """A pickled error keeps its class, message and data attributes."""
+        for kind, data in (
+            (tq.QueueError, {"path": "p", "errno": 5}),
+            (tq.DuplicateJobError, {"id": "a", "state": "dead"}),
+            (tq.JobNotFoundError, {"id": "a"}),
+            (tq.LeaseLostError, {"id": "a", "token": "t"}),
+            (tq.LockTimeoutError, {"path": "p", "timeout": 1.5, "pid": 7}),
+            (tq.QueueClosedError, {"path": "p"}),
+        ):
+            for copied in (
+                pickle.loads(pickle.dumps(kind("what: why", **data))),
+                copy.deepcopy(kind("what: why", **data)),
+            ):
+                self.assertIs(type(copied), kind)
+                self.assertEqual(str(copied), "what: why")
+                found = {name: getattr(copied, name) for name in data}
+                self.assertEqual(found, data)
+
+    def test_duplicate_names_id_and_state(self):
+        """DuplicateJobError says which id, and in which state it is alive."""
+        queue = self.open()
+        queue.put(1, id="a")
+        error = self.raised(tq.DuplicateJobError, queue.put, 2, id="a")
+        self.assertEqual((error.id, error.state), ("a", "pending"))
+        self.assertIn("'a'", str(error))
+
+    def test_not_found_names_the_id(self):
+        """JobNotFoundError says which id is unknown, in find and requeue."""
+        queue = self.open()
+        for call in (queue.find, queue.requeue_dead):
+            self.assertEqual(self.raised(tq.JobNotFoundError, call, "x").id, "x")
+
+    def test_lost_lease_names_id_and_token(self):
+        """LeaseLostError carries the id and the token that lost."""
+        queue = self.open()
+        queue.put(1, id="a")
+        job = queue.get()
+        queue.task_done(job)
+        error = self.raised(tq.LeaseLostError, queue.task_done, job)
+        self.assertEqual((error.id, error.token), ("a", job.token))
+
+    def test_a_closed_queue_names_its_path(self):
+        """Every method of a closed queue raises QueueClosedError."""
+        queue = self.open()
+        queue.put(1)
+        job = queue.get()
+        queue.close()
+        for call in (
+            lambda: queue.put(1), lambda: queue.put_many([1]), queue.get,
+            lambda: queue.get(timeout=None), lambda: queue.task_done(job),
+            lambda: queue.bury(job, "x"), lambda: queue.release(job),
+            lambda: queue.extend(job), lambda: queue.cancel("a"),
+            queue.requeue_dead, queue.reap_stale, lambda: list(queue.jobs()),
+            lambda: queue.find("a"), queue.stats, lambda: len(queue),
+            lambda: queue.purge("dead"), queue.compact, queue.verify,
+            lambda: list(queue.dead_letter()), lambda: queue.get_many(2),
+        ):  # fmt: skip
+            error = self.raised(tq.QueueClosedError, call)
+            self.assertEqual(error.path, self.path)
+
+
+# Jobs
+# =============================================================================
+
+
+class JobTest(Case):
+    FIELDS = (
+        "id payload state attempts priority created_at run_at leased_at"
+        " lease_until last_error max_retries token"
+    ).split()
+
+    def job(self, **options):
+        queue = self.open()
+        queue.put({"n": [1, "é"]}, id="a", priority=3, max_retries=7, **options)
+        return queue.get()
+
+    def test_a_leased_job_has_every_field(self):
+        """The Job of a get() carries each documented attribute."""
+        with Clock(at=1e9).patch():
+            job = self.job()
+        found = {name: getattr(job, name) for name in self.FIELDS}
+        token = found.pop("token")
+        self.assertTrue(isinstance(token, str) and token)
+        self.assertEqual(
+            found,
+            dict(
+                id="a", payload={"n": [1, "é"]}, state="inflight", attempts=1,
+                priority=3, created_at=1e9, run_at=0.0, leased_at=1e9,
+                lease_until=1e9 + 300, last_error=None, max_retries=7,
+            ),
+        )  # fmt: skip
+
+    def test_a_put_returns_the_job_that_is_found_later(self):
+        """The Job of a put() equals the one that find() reads from disk."""
+        queue = self.open()
+        for options in ({}, {"delay": 60.0}, {"id": "x", "priority": -4}):
+            job = queue.put({"a": 1}, **options)
+            self.assertEqual(job.state, "pending")
+            self.assertEqual(job.attempts, 0)
+            self.assertIsNone(job.token)
+            for view in self.views(queue):
+                self.assertEqual(view.find(job.id), job)
+
+    def test_immutable(self):
+        """No attribute of a Job can be set, added or deleted."""
+        job = self.job()
+        for name in [*self.FIELDS, "other"]:
+            with self.assertRaises(AttributeError):
+                setattr(job, name, 1)
+            with self.assertRaises(AttributeError):
+                delattr(job, name)
+        self.assertEqual(job.id, "a")
+
+    def test_truthy_even_with_an_empty_payload(self):
+        """`if job:` asks whether there is one, whatever its payload."""
+        queue = self.open()
+        for payload in (None, 0, "", [], {}, False):
+            queue.put(payload)
+            job = queue.get()
+            self.assertTrue(job)
+            self.assertEqual(job.payload, payload)
+
+    def test_equal_jobs_have_equal_hashes(self):
+        """Jobs are values: equal if all fields are, and usable in sets."""
+        job = self.job()
+        same = pickle.loads(pickle.dumps(job))
+        self.assertEqual(job, same)
+        self.assertEqual(len({job, same}), 1)
+        self.assertNotEqual(job, tq.Job("a", 1))
+        self.assertNotEqual(job, "a")
+        self.assertFalse(job == 5)
+
+    def test_a_copied_or_pickled_job_can_settle(self):
+        """Pickle and copy keep all fields, the token included."""
+        for duplicate in (
+            lambda job: pickle.loads(pickle.dumps(job)),
+            copy.copy,
+            copy.deepcopy,
+        ):
+            job = self.job()
+            twin = duplicate(job)
+            self.assertEqual(twin, job)
+            self.assertEqual(twin.token, job.token)
+            queue = self.open()
+            queue.task_done(twin)
+            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+
+    def test_repr_shows_no_payload(self):
+        """A Job ends up in logs, and payloads must not."""
+        text = repr(tq.Job("order-1", {"card": "4111"}))
+        self.assertIn("order-1", text)
+        self.assertNotIn("4111", text)
+
+
+class ExponentialTest(Case):
+    def test_grows_to_the_cap(self):
+        """Without jitter the delays are base * factor ** (n - 1), capped."""
+        backoff = tq.exponential(base=2, factor=3, cap=50, jitter=0)
+        self.assertEqual([backoff(n) for n in (1, 2, 3, 4)], [2, 6, 18, 50])
+
+    def test_never_overflows(self):
+        """A huge attempt gives the cap, not an OverflowError."""
+        self.assertEqual(tq.exponential(jitter=0)(10**6), 3600)
+
+    def test_jitter_stays_within_its_share(self):
+        """Delays spread by at most the jitter in both directions."""
+        found = [tq.exponential(base=100, jitter=0.1)(1) for _ in range(300)]
+        self.assertTrue(90 <= min(found) < 97 and 103 < max(found) <= 110)
+
+    def test_refuses_bad_numbers(self):
+        """Nonsense is refused when the backoff is made, not when it is asked."""
+        for bad in (
+            {"base": -1}, {"base": math.nan}, {"factor": 0}, {"cap": math.inf},
+            {"jitter": 2}, {"jitter": -0.1},
+        ):  # fmt: skip
+            self.assertRaises(ValueError, tq.exponential, **bad)
+        self.assertRaises(TypeError, tq.exponential, base="1")
+
+    def test_pickles(self):
+        """A Queue with this backoff can be sent to another process."""
+        backoff = pickle.loads(pickle.dumps(tq.exponential(base=5, jitter=0)))
+        self.assertEqual(backoff(1), 5)
+
+
+# Queue
+# =============================================================================
+
+
+class ArgumentsTest(Case):
+    def refuse(self, kind, call, *args, **kwargs):
+        """The call raises, and not a byte on disk has changed."""
+        before = tree(self.dir)
+        with self.subTest(f"{args} {kwargs}"):
+            self.assertRaises(kind, call, *args, **kwargs)
+            self.assertEqual(tree(self.dir), before)
+
+    def test_wrong_types_of_the_constructor(self):
+        """Queue() refuses wrong types and makes nothing."""
+        for bad in (
+            {"name": 5}, {"name": None}, {"name": b"a"}, {"max_retries": "3"},
+            {"max_retries": True}, {"max_retries": 1.0}, {"max_retries": None},
+            {"backoff": 5}, {"lease_timeout": "1"}, {"lease_timeout": None},
+            {"lease_timeout": True}, {"lock_timeout": "1"}, {"lock_timeout": None},
+        ):  # fmt: skip
+            self.refuse(TypeError, tq.Queue, self.path, **bad)
+        for bad in (None, 5, b"jobs", ["jobs"]):
+            self.refuse(TypeError, tq.Queue, bad)
+        self.assertRaises(TypeError, tq.Queue, self.path, "default", 5)
+        self.assertEqual(os.listdir(self.dir), [])
+
+    def test_wrong_values_of_the_constructor(self):
+        """Queue() refuses wrong values and makes nothing."""
+        for bad in (
+            {"max_retries": -1}, {"lease_timeout": 0}, {"lease_timeout": -1},
+            {"lease_timeout": math.nan}, {"lease_timeout": math.inf},
+            {"lock_timeout": -1}, {"lock_timeout": math.nan},
+        ):  # fmt: skip
+            self.refuse(ValueError, tq.Queue, self.path, **bad)
+        for bad in ("", "a\0b"):
+            self.refuse(ValueError, tq.Queue, bad)
+        self.assertEqual(os.listdir(self.dir), [])
+
+    def test_wrong_arguments_of_put(self):
+        """put() refuses wrong options with nothing written."""
+        queue = self.open()
+        for bad in (
+            {"delay": "1"}, {"delay": None}, {"delay": True}, {"at": "1"},
+            {"at": datetime.datetime(2030, 1, 1)}, {"id": 5}, {"id": b"a"},
+            {"priority": 1.5}, {"priority": True}, {"priority": "high"},
+            {"priority": None}, {"max_retries": 1.5}, {"max_retries": False},
+        ):  # fmt: skip
+            self.refuse(TypeError, queue.put, 1, **bad)
+        for bad in (
+            {"delay": -1}, {"delay": math.nan}, {"delay": math.inf}, {"at": math.nan},
+            {"delay": 1, "at": 5.0}, {"id": ""}, {"id": "x" * 256}, {"id": "a\nb"},
+            {"id": "\x85"}, {"id": "\x7f"}, {"priority": 2**31}, {"delay": 10**400},
+            {"priority": -(2**31) - 1}, {"priority": 2**70}, {"max_retries": -1},
+        ):  # fmt: skip
+            self.refuse(ValueError, queue.put, 1, **bad)
+        self.assertEqual(os.path.exists(self.path), False)
+
+    def test_wrong_arguments_of_put_many(self):
+        """put_many() refuses wrong options, ids and payloads, all or nothing."""
+        queue = self.open()
+        for bad in (
+            ("text",), (b"bytes",), ({"a": 1},), (5,), (None,), ([1, {2}],),
+        ):  # fmt: skip
+            self.refuse(TypeError, queue.put_many, *bad)
+        many = queue.put_many
+        self.refuse(TypeError, many, [1], ids="a")
+        self.refuse(TypeError, many, [1], ids=[5])
+        self.refuse(TypeError, many, [1], ids=[None])
+        self.refuse(TypeError, many, [1], delay="1")
+        self.refuse(TypeError, many, [1], priority=1.0)
+        self.refuse(ValueError, many, [1, 2], ids=["a"])
+        self.refuse(ValueError, many, [1, 2], ids=["a", "a"])
+        self.refuse(ValueError, many, [1, 2], ids=["a", ""])
+        self.refuse(ValueError, many, [1, math.nan])
+        self.refuse(ValueError, many, [1], delay=-1)
+
+    def test_wrong_arguments_of_get(self):
+        """get() and get_many() refuse wrong options; no job is leased."""
+        queue = self.open()
+        queue.put(1)
+        for bad in ({"timeout": "1"}, {"timeout": True}, {"lease_timeout": "1"}):
+            self.refuse(TypeError, queue.get, **bad)
+        for bad in (
+            {"timeout": -1}, {"timeout": math.nan}, {"lease_timeout": 0},
+            {"lease_timeout": -5}, {"lease_timeout": math.inf},
+        ):  # fmt: skip
+            self.refuse(ValueError, queue.get, **bad)
+        for bad in ("1", 1.0, None, True):
+            self.refuse(TypeError, queue.get_many, bad)
+        for bad in (0, -1):
+            self.refuse(ValueError, queue.get_many, bad)
+        self.assertEqual(queue.stats().inflight, 0)
+
+    def test_wrong_arguments_of_settling(self):
+        """task_done, bury, release and extend refuse with nothing changed."""
+        queue = self.open()
+        queue.put(1)
+        job = queue.get()
+        for call in (
+            queue.task_done, lambda job: queue.bury(job, "x"), queue.release,
+            queue.extend,
+        ):  # fmt: skip
+            for bad in (None, "a", {"id": job.id}):
+                self.refuse(TypeError, call, bad)
+            self.refuse(ValueError, call, tq.Job("a", 1))  # not leased
+        self.refuse(TypeError, queue.task_done, job, False, delay="1")
+        self.refuse(ValueError, queue.task_done, job, False, delay=-1)
+        self.refuse(ValueError, queue.task_done, job, False, delay=math.nan)
+        self.refuse(TypeError, queue.release, job, "1")
+        self.refuse(ValueError, queue.release, job, -1)
+        self.refuse(TypeError, queue.extend, job, "1")
+        for bad in (0, -1, math.inf, math.nan):
+            self.refuse(ValueError, queue.extend, job, bad)
+        queue.task_done(job)
+
+    def test_wrong_arguments_of_the_rest(self):
+        """Every other method refuses wrong arguments with nothing changed."""
+        queue = self.open()
+        queue.put(1, id="a")
+        for call in (queue.cancel, queue.find, queue.requeue_dead):
+            self.refuse(TypeError, call, 5)
+            self.refuse(ValueError, call, "")
+            self.refuse(ValueError, call, "a\n")
+        for call in (queue.reap_stale, lambda age: queue.purge("dead", age)):
+            self.refuse(TypeError, call, "1")
+            self.refuse(ValueError, call, -1)
+            self.refuse(ValueError, call, math.nan)
+        self.refuse(TypeError, queue.purge, None)
+        self.refuse(ValueError, queue.purge, "done")
+        self.refuse(TypeError, queue.jobs, 5)
+        self.refuse(ValueError, queue.jobs, "delayed")
+        self.refuse(TypeError, queue.jobs, limit=1.5)
+        self.refuse(ValueError, queue.jobs, limit=-1)
+        self.assertEqual([job.id for job in queue.jobs()], ["a"])
+
+    def test_options_are_keyword_only(self):
+        """Optional parameters cannot be given by position by mistake."""
+        queue = self.open()
+        self.assertRaises(TypeError, queue.put, 1, 5)
+        self.assertRaises(TypeError, queue.put_many, [1], ["a"])
+        self.assertRaises(TypeError, queue.get, 0.0, 5.0)
+
+    def test_path_may_be_a_pathlike_and_is_made_absolute(self):
+        """A relative path means the same directory after a chdir."""
+        here = os.getcwd()
+        self.addCleanup(os.chdir, here)
+        os.chdir(self.dir)
+        queue = self.open(path=pathlib.Path("jobs"))
+        os.chdir(here)
+        queue.put(1)
+        self.assertEqual(os.path.realpath(queue.path), os.path.realpath(self.path))
+        self.assertDrains(self.open(), [1])
+
+
+class NamesTest(Case):
+    def test_bad_names_are_refused_at_construction(self):
+        """A name cannot leave the directory, collide, or hide."""
+        for name in (
+            "../evil", "a/b", "", ".", "..", "a\0b", "x" * 65, "x" * 300, "a\n",
+            "é", "a b", "a.dead", "a.pending", "a*", "\u0661",
+        ):  # fmt: skip
+            with self.subTest(name):
+                self.assertRaises(ValueError, tq.Queue, self.path, name)
+        self.assertEqual(os.listdir(self.dir), [])
+
+    def test_good_names_share_a_directory(self):
+        """Queues of one directory do not see each other's jobs."""
+        names = ["a", "-rf", "_", "x" * 64, "a-dead", "a_pending", "B2"]
+        queues = [self.open(name=name) for name in names]
+        for queue in queues:
+            queue.put(queue.name, id="same")
+        for queue in queues:
+            for view in self.views(queue):
+                self.assertEqual(len(view), 1)
+            self.assertDrains(queue, [queue.name])
+
+    def test_a_url_names_no_engine_yet(self):
+        """A path with :// is a URL, refused with its scheme, never a file."""
+        with self.assertRaisesRegex(ValueError, "redis"):
+            tq.Queue("redis://host/0")
+
+
+class PayloadsTest(Case):
+    def test_what_json_cannot_hold_is_refused(self):
+        """Unfaithful payloads raise at put, with zero bytes written."""
+        circle: list = []
+        circle.append(circle)
+        queue = self.open()
+        queue.put("before")
+        before = tree(self.dir)
+        for bad in (
+            datetime.datetime.now(), b"x", {1, 2}, decimal.Decimal(1), object(),
+            circle, {(1, 2): 3}, math.nan, {"a": [[math.inf]]}, -math.inf, len,
+            [[]] * 2 + [b""],
+        ):  # fmt: skip
+            with self.subTest(type(bad)):
+                self.assertRaises((TypeError, ValueError), queue.put, bad)
+                self.assertEqual(tree(self.dir), before)
+        queue.put("after")
+        self.assertDrains(queue, ["before", "after"])
+
+    def test_nesting_has_one_limit_on_every_python(self):
+        """500 levels are stored; one more is a ValueError; brackets in text
+        do not count."""
+        deep: object = 1
+        for _ in range(500):
+            deep = [deep]
+        queue = self.open()
+        queue.put(deep)
+        queue.put("[" * 5000)
+        self.assertRaises(ValueError, queue.put, [deep])
+        self.assertRaises(ValueError, queue.put, {"a": deep})
+        endless: object = 1
+        for _ in range(100_000):
+            endless = [endless]
+        self.assertRaises(ValueError, queue.put, endless)
+        while isinstance(endless, list):  # its own destruction would recurse
+            endless = endless[0]
+        self.assertDrains(self.open(), [deep, "[" * 5000])
+
+    def test_keys_and_tuples_follow_the_json_module(self):
+        """What get() returns is what json makes of the payload."""
+        queue = self.open()
+        for payload in (
+            {1: "a"},
+            (1, 2),
+            {"t": (None, True)},
+            {2.5: 1, None: 2},
+            1e300,
+        ):
+            queue.put(payload)
+            want = json.loads(json.dumps(payload))
+            self.assertEqual(queue.get().payload, want)
+
+    def test_mutation_after_put_changes_nothing(self):
+        """The payload is what it was when put() was called."""
+        queue = self.open()
+        payload = {"a": [1]}
+        queue.put(payload)
+        payload["a"].append(2)
+        for view in self.views(queue):
+            self.assertEqual(next(view.jobs()).payload, {"a": [1]})
+
+    def test_any_text_comes_back_as_it_was(self):
+        """Surrogates, separators and controls survive in payload and error;
+        the file stays one UTF-8 line per job."""
+        texts = [
+            "\udcff", "\x00", "\U0001f600", "\u2028\u2029", "\x85", "\x0b\x0c\x1c",
+            "\r\n", '"\\', "\ufeff", "{[", ',"crc":"00000000"}', "\x7f\x80\x9f",
+        ]  # fmt: skip
+        queue = self.open(max_retries=0)
+        for text in texts:
+            queue.put({text: text})
+        lines = file_lines(self.path, "pending")
+        self.assertEqual(len(lines), len(texts))
+        for text in texts:
+            job = queue.get()
+            self.assertEqual(job.payload, {text: text})
+            queue.task_done(job, False, text)
+        for view in self.views(queue):
+            dead = list(view.dead_letter())
+            self.assertEqual([job.last_error for job in dead], texts)
+            self.assertEqual([job.payload for job in dead], [{t: t} for t in texts])
+        for state in STATES:
+            self.assertNotIn(None, map(read_line, file_lines(self.path, state)))
+
+    def test_any_id_comes_back_as_it_was(self):
+        """Ids hold any text without control characters."""
+        ids = ["\udcff", "\U0001f600" * 255, "\u2028", 'a"b', "\\", "\\u0041", " ", "é"]
+        queue = self.open()
+        for id in ids:
+            queue.put(1, id=id)
+            self.assertRaises(tq.DuplicateJobError, queue.put, 1, id=id)
+        for view in self.views(queue):
+            self.assertEqual([job.id for job in view.jobs()], ids)
+            self.assertEqual([view.find(id).id for id in ids], ids)
+        for id in ids:
+            job = queue.get()
+            self.assertEqual(job.id, id)
+            queue.task_done(job)
+        self.assertEqual(len(self.open()), 0)
+
+    def test_locale_does_not_matter(self):
+        """A process in the C locale reads and writes the same text."""
+        self.open().put({"é": "\u2028\udcff"}, id="\U0001f600")
+        code = (
+            "import sys, tiny_queue as tq; q = tq.Queue(sys.argv[1]); j = q.get();"
+            "q.put(j.payload); q.task_done(j); print(ascii([j.id, j.payload]))"
+        )
+        done = run_python(
+            code, self.path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"
+        )
+        want = ascii(["\U0001f600", {"é": "\u2028\udcff"}])
+        self.assertEqual((done.stdout.strip(), done.stderr), (want, ""))
+        self.assertDrains(self.open(), [{"é": "\u2028\udcff"}])
+
+    def test_large_numbers_are_exact_or_refused(self):
+        """Integers come back exactly; those that Python may refuse to read
+        again are refused at put."""
+        queue = self.open()
+        for number in (2**53 + 1, -(10**300), 10**4000, 0.1, 5e-324):
+            queue.put(number)
+            job = queue.get()
+            self.assertEqual(job.payload, number)
+            queue.task_done(job)
+        if hasattr(sys, "set_int_max_str_digits"):
+            self.assertRaises(ValueError, queue.put, 10**5000)
+
+
+class LifeTest(Case):
+    """Every arrow of the state diagram."""
+
+    def state(self, queue, id="a"):
+        """State and attempts of a job, or None; live, reopened and on disk."""
+        found = []
+        for view in self.views(queue):
+            try:
+                job = view.find(id)
+                found.append((job.state, job.attempts))
+            except tq.JobNotFoundError:
+                found.append(None)
+        record = census(self.path).get(id)
+        found.append(record and (record[0], record[1].get("attempts", 0)))
+        self.assertEqual(found, [found[0]] * 3)
+        return found[0]
+
+    def leased(self, **options):
+        queue = self.open(backoff=lambda n: 0, **options)
+        queue.put({"n": 1}, id="a")
+        return queue, queue.get()
+
+    def test_put_get_done(self):
+        """pending, inflight, gone."""
+        queue = self.open()
+        queue.put(1, id="a")
+        self.assertEqual(self.state(queue), ("pending", 0))
+        job = queue.get()
+        self.assertEqual(self.state(queue), ("inflight", 1))
+        self.assertIsNone(queue.get())
+        self.assertIsNone(queue.task_done(job))
+        self.assertIsNone(self.state(queue))
+
+    def test_failure_makes_it_pending_with_its_error(self):
+        """A failed delivery counts, and its error is kept."""
+        queue, job = self.leased()
+        queue.task_done(job, success=False, error="boom")
+        self.assertEqual(self.state(queue), ("pending", 1))
+        self.assertEqual(queue.find("a").last_error, "boom")
+        self.assertEqual(queue.get().last_error, "boom")
+
+    def test_failure_with_a_delay_overrides_the_backoff(self):
+        """task_done(delay=) says when the job is due again."""
+        clock = Clock(at=1e9)
+        with clock.patch():
+            queue, job = self.leased()
+            queue.task_done(job, False, "x", delay=60)
+            self.assertEqual(queue.find("a").run_at, 1e9 + 60)
+            self.assertIsNone(queue.get())
+            clock.jump(60)
+            self.assertEqual(queue.get().attempts, 2)
+
+    def test_spent_retries_make_it_dead(self):
+        """max_retries 0, 1, 3 give 1, 2, 4 deliveries, then dead."""
+        for retries in (0, 1, 3):
+            queue = self.open(backoff=lambda n: 0, max_retries=9)
+            queue.put(1, id="a", max_retries=retries)
+            runs = 0
+            for job in iter(queue.get, None):
+                runs += 1
+                self.assertEqual(job.attempts, runs)
+                queue.task_done(job, False, f"e{runs}")
+            self.assertEqual(runs, retries + 1)
+            self.assertEqual(self.state(queue), ("dead", runs))
+            self.assertEqual(queue.find("a").last_error, f"e{runs}")
+            self.assertTrue(queue.cancel("a"))
+
+    def test_a_queue_s_own_max_retries_is_the_default(self):
+        """A job put without a number follows the queue that settles it."""
+        queue, job = self.leased(max_retries=0)
+        self.assertEqual(job.max_retries, 0)
+        queue.task_done(job, False)
+        self.assertEqual(self.state(queue), ("dead", 1))
+
+    def test_bury(self):
+        """bury() is dead at once, whatever retries are left."""
+        queue, job = self.leased()
+        queue.bury(job, ValueError("no such user"))
+        self.assertEqual(self.state(queue), ("dead", 1))
+        self.assertEqual(queue.find("a").last_error, "no such user")
+        self.assertIsNone(queue.get())
+
+    def test_release_does_not_count(self):
+        """A released job is pending with the attempts it had before."""
+        queue, job = self.leased()
+        queue.task_done(job, False, "first")
+        job = queue.get()
+        self.assertEqual(job.attempts, 2)
+        queue.release(job)
+        self.assertEqual(self.state(queue), ("pending", 1))
+        self.assertEqual(queue.get().attempts, 2)
+        self.assertEqual(queue.find("a").last_error, "first")
+
+    def test_release_with_a_delay(self):
+        """A snoozed job is due after its delay."""
+        clock = Clock(at=1e9)
+        with clock.patch():
+            queue, job = self.leased()
+            queue.release(job, 5)
+            self.assertIsNone(queue.get())
+            self.assertEqual(queue.stats().delayed, 1)
+            clock.jump(5.0)
+            self.assertEqual(queue.get().attempts, 1)
+
+    def test_release_of_a_job_without_retries_keeps_it_alive(self):
+        """However often it is released, a job does not die of it."""
+        queue, job = self.leased(max_retries=0)
+        for _ in range(5):
+            queue.release(job)
+            job = queue.get()
+        self.assertEqual(self.state(queue), ("inflight", 1))
+
+    def test_extend_renews_from_now(self):
+        """The deadline is now + seconds, and the old Job still settles."""
+        clock = Clock(at=1e9)
+        with clock.patch():
+            queue, job = self.leased()
+            clock.jump(10.0)
+            again = queue.extend(job, 60)
+            self.assertEqual(again.lease_until, 1e9 + 70)
+            self.assertEqual(again.leased_at, 1e9)
+            self.assertEqual((again.token, again.attempts), (job.token, 1))
+            self.assertEqual(queue.extend(again).lease_until, 1e9 + 310)
+            self.assertEqual(queue.find("a").lease_until, 1e9 + 310)
+            queue.task_done(job)
+        self.assertIsNone(self.state(queue))
+
+    def test_cancel_in_each_state(self):
+        """cancel() removes a pending or dead job, and fences an inflight one."""
+        queue, job = self.leased(max_retries=0)
+        self.assertIs(queue.cancel("a"), True)
+        for call in (queue.task_done, queue.extend, queue.release):
+            self.assertRaises(tq.LeaseLostError, call, job)
+        self.assertIsNone(self.state(queue))
+        queue.put(1, id="a")
+        self.assertTrue(queue.cancel("a"))
+        queue.put(1, id="a")
+        queue.bury(queue.get(), "x")
+        self.assertTrue(queue.cancel("a"))
+        self.assertIs(queue.cancel("a"), False)
+        self.assertIsNone(self.state(queue))
+        self.assertIsNone(queue.get())
+
+    def test_requeue_one(self):
+        """A replayed job is pending with all its retries; once only."""
+        queue, job = self.leased(max_retries=0)
+        queue.task_done(job, False, "x")
+        self.assertEqual(queue.requeue_dead("a"), 1)
+        self.assertEqual(self.state(queue), ("pending", 0))
+        self.assertRaises(tq.JobNotFoundError, queue.requeue_dead, "a")
+        self.assertEqual(list(queue.dead_letter()), [])
+        queue.task_done(queue.get(), False, "y")
+        self.assertEqual(self.state(queue), ("dead", 1))
+
+    def test_requeue_all(self):
+        """requeue_dead() replays every dead job, in the order of death."""
+        queue = self.open(max_retries=0)
+        queue.put_many(range(5))
+        for job in queue.get_many(5)[::-1]:
+            queue.bury(job, "x")
+        self.assertEqual(queue.requeue_dead(), 5)
+        self.assertEqual(queue.requeue_dead(), 0)
+        self.assertEqual(self.open().stats()[:4], (5, 0, 0, 0))
+        self.assertDrains(queue, [4, 3, 2, 1, 0])
+
+    def test_settling_twice_or_elsewhere_changes_nothing(self):
+        """A settled lease, or one of another queue, raises LeaseLostError."""
+        queue, job = self.leased()
+        other = self.open(name="other")
+        other.put(1, id="a")
+        held = other.get()
+        for call in (
+            other.task_done, other.extend, other.release,
+            lambda job: other.bury(job, "x"),
+            lambda job: other.task_done(job, False, "x"),
+        ):  # fmt: skip
+            self.assertRaises(tq.LeaseLostError, call, job)
+        other.task_done(held)
+        queue.task_done(job)
+        before = tree(self.dir)
+        for success in (True, False):
+            self.assertRaises(tq.LeaseLostError, queue.task_done, job, success)
+        self.assertEqual(tree(self.dir), before)
+
+    def test_an_old_token_cannot_settle_a_new_delivery(self):
+        """The token alone is the fence, even in one process (I6)."""
+        queue, old = self.leased()
+        queue.release(old)
+        new = queue.get()
+        self.assertNotEqual(old.token, new.token)
+        for call in (queue.task_done, queue.release, queue.extend):
+            self.assertRaises(tq.LeaseLostError, call, old)
+        self.assertEqual(self.state(queue), ("inflight", 1))
+        queue.task_done(new)
+
+    def test_lease_timeout_of_one_get(self):
+        """get(lease_timeout=) overrides the queue's for this delivery."""
+        with Clock(at=1e9).patch():
+            queue = self.open(lease_timeout=50)
+            queue.put_many([1, 2])
+            self.assertEqual(queue.get(lease_timeout=7).lease_until, 1e9 + 7)
+            self.assertEqual(queue.get().lease_until, 1e9 + 50)
+
+    def test_reap_counts_only_what_is_stale(self):
+        """reap_stale() takes back what was not renewed for so long."""
+        clock = Clock()
+        with clock.patch():
+            queue, job = self.leased()
+            queue.put(2, id="b")
+            queue.get()
+            clock.jump(100.0, mono=100.0)
+            queue.extend(job)
+            self.assertEqual(queue.reap_stale(), 0)
+            self.assertEqual(queue.reap_stale(50), 1)
+            self.assertEqual(self.state(queue, "b"), ("pending", 1))
+            self.assertEqual(queue.reap_stale(50), 0)
+            self.assertEqual(queue.reap_stale(0), 1)
+            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+
+    def test_reap_makes_dead_what_has_no_retries_left(self):
+        """A reaped job whose retries are spent is dead, with the reason."""
+        queue, _ = self.leased(max_retries=0)
+        self.assertEqual(queue.reap_stale(0), 1)
+        self.assertEqual(self.state(queue), ("dead", 1))
+        self.assertTrue(queue.find("a").last_error)
+
+    def test_a_lapsed_lease_is_taken_over(self):
+        """At its deadline a living holder's job goes to the next get."""
+        clock = Clock()
+        with clock.patch():
+            queue, job = self.leased(lease_timeout=10)
+            clock.jump(9.0, mono=9.0)
+            self.assertIsNone(queue.get())
+            clock.jump(1.5, mono=1.5)
+            again = queue.get()
+            self.assertEqual((again.id, again.attempts), ("a", 2))
+            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+            self.assertRaises(tq.LeaseLostError, queue.task_done, job, False)
+            queue.task_done(again)
+
+    def test_a_lapsed_but_untaken_lease_can_still_settle(self):
+        """Nothing is lost by being late while nobody else has the job."""
+        clock = Clock()
+        with clock.patch():
+            queue, job = self.leased(lease_timeout=1)
+            clock.jump(9.0, mono=9.0)
+            queue.task_done(job)
+        self.assertIsNone(self.state(queue))
+
+    def test_purge_by_state_and_age(self):
+        """purge() deletes one state's jobs, or only its old ones."""
+        clock = Clock()
+        with clock.patch():
+            queue, job = self.leased()
+            queue.put(2, id="b")
+            clock.jump(100.0, mono=1.0)
+            queue.put(3, id="c")
+            self.assertEqual(queue.purge("pending", older_than=50), 1)
+            self.assertIsNone(self.state(queue, "b"))
+            self.assertEqual(queue.purge("dead"), 0)
+            self.assertEqual(queue.purge("inflight"), 1)
+            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+            self.assertEqual(queue.purge("pending"), 1)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+
+class RetryTest(Case):
+    def test_the_backoff_is_asked_with_the_attempt(self):
+        """backoff(1), backoff(2), ... and the instant is recorded."""
+        clock, asked = Clock(at=1e9), []
+        with clock.patch():
+            queue = self.open(backoff=lambda n: asked.append(n) or n * 10)
+            queue.put(1, id="a")
+            for n in (1, 2, 3):
+                queue.task_done(queue.get(), False)
+                self.assertEqual(queue.find("a").run_at, clock.time() + n * 10)
+                clock.jump(n * 10.0)
+        self.assertEqual(asked, [1, 2, 3])
+
+    def test_a_bad_backoff_costs_no_job(self):
+        """Nonsense or an exception from backoff gives a sane delay, logged."""
+
+        def explode(n):
+            raise RuntimeError("backoff")
+
+        for bad in (
+            math.inf, math.nan, -5, None, "3", 10**400, True, explode,
+        ):  # fmt: skip
+            with self.subTest(bad), Clock(at=1e9).patch():
+                backoff = bad if callable(bad) else lambda n, bad=bad: bad
+                queue = self.open(backoff=backoff, name=f"q{id(bad)}")
+                queue.put(1, id="a")
+                queue.task_done(queue.get(), False, "e")
+                job = queue.find("a")
+                self.assertEqual((job.state, job.last_error), ("pending", "e"))
+                self.assertTrue(0 <= job.run_at <= 1e9 + 1e9 + 1)
+
+    def test_a_huge_attempt_count_is_survived(self):
+        """A job of 5000 attempts fails with a capped delay."""
+        self.write(
+            "pending",
+            b'{"id":"a","payload":1,"attempts":5000,"max_retries":1000000}\n',
+        )
+        with Clock(at=1e9).patch():
+            queue = self.open()
+            job = queue.get()
+            self.assertEqual(job.attempts, 5001)
+            queue.task_done(job, False)
+            self.assertLessEqual(queue.find("a").run_at, 1e9 + 4000)
+
+    def test_any_error_is_kept_as_text(self):
+        """Exceptions, None, numbers and hopeless objects all settle."""
+
+        class Hopeless:
+            def __str__(self):
+                raise RuntimeError
+
+        queue = self.open(backoff=lambda n: 0, max_retries=100)
+        queue.put(1, id="a")
+        for error, want in (
+            (ValueError("x"), "x"), ("é\n", "é\n"), (None, None), (5, "5"),
+        ):  # fmt: skip
+            queue.task_done(queue.get(), False, error)
+            for view in self.views(queue):
+                self.assertEqual(view.find("a").last_error, want)
+        queue.task_done(queue.get(), False, Hopeless())
+        self.assertIn("Hopeless", queue.find("a").last_error)
+        queue.task_done(queue.get(), False, "x" * 10**6)
+        self.assertLess(len(queue.find("a").last_error), 70_000)
+
+
+class OrderTest(Case):
+    def test_fifo_whatever_the_clock_does(self):
+        """Frozen or running backwards, the order of get is that of put."""
+        for step in (0.0, -1.0):
+            clock = Clock(at=1e9)
+            with clock.patch():
+                queue = self.open(name=f"q{int(step)}".replace("-", "_"))
+                for n in range(50):
+                    clock.jump(step)
+                    queue.put(n)
+                self.assertDrains(queue, range(50))
+
+    def test_fifo_of_two_processes_taking_turns(self):
+        """One file gives one order, whoever appends."""
+
+        def putter(link):
+            queue = self.open()
+            while (n := link.hear()) is not None:
+                link.tell(queue.put(n).payload)
+
+        queue, child = self.open(), self.spawn(putter)
+        for n in range(0, 50, 2):
+            queue.put(n)
+            child.tell(n + 1)
+            self.assertEqual(child.hear(), n + 1)
+        self.assertDrains(queue, range(50))
+
+    def test_higher_priority_first(self):
+        """Priorities from -2**31 to 2**31-1, FIFO inside each."""
+        queue = self.open()
+        priorities = [0, 5, -1, 5, 2**31 - 1, -(2**31), 0]
+        for n, priority in enumerate(priorities):
+            queue.put(n, priority=priority)
+        want = sorted(range(7), key=lambda n: (-priorities[n], n))
+        self.assertEqual([job.payload for job in self.open().get_many(3)], want[:3])
+        self.assertDrains(queue, want[3:])
+
+    def test_order_is_that_of_the_file_after_reopening(self):
+        """A retried and a released job go last, now and after a restart."""
+        queue = self.open(backoff=lambda n: 0)
+        queue.put_many(list("abcd"))
+        a, b = queue.get_many(2)
+        queue.task_done(b, False)
+        queue.release(a)
+        for view in self.views(queue):
+            self.assertEqual([job.payload for job in view.jobs()], list("cdba"))
+        queue.compact()
+        self.assertDrains(self.open(), "cdba")
+
+    def test_a_delayed_job_never_holds_up_a_ready_one(self):
+        """A thousand urgent delayed jobs at the head are passed by."""
+        queue = self.open()
+        queue.put_many(range(1000), delay=3600, priority=9)
+        queue.put_many(list("0123456789"))
+        self.assertDrains(self.open(), "0123456789")
+        self.assertEqual(queue.stats()[:2], (1000, 1000))
+
+    def test_a_job_that_became_due_joins_by_its_place(self):
+        """Due jobs of one priority go in file order, delayed once or not."""
+        clock = Clock(at=1e9)
+        with clock.patch():
+            queue = self.open()
+            for n, delay in enumerate((0, 20, 10, 0)):
+                queue.put(n, delay=delay)
+            for view in self.views(queue):
+                self.assertEqual(len(view), 4)
+            clock.jump(30.0)
+            self.assertDrains(queue, range(4))
+
+    def test_a_failing_job_does_not_block_the_next(self):
+        """While a job waits for its retry, those behind it are delivered."""
+        clock = Clock(at=1e9)
+        with clock.patch():
+            queue = self.open(backoff=lambda n: 5)
+            queue.put_many(list("abc"))
+            queue.task_done(queue.get(), False)
+            self.assertDrains(queue, "bc")
+            clock.jump(5.0)
+            self.assertDrains(queue, "a")
+
+    def test_get_many_takes_up_to_n_in_order(self):
+        """get_many() is n gets under one lock; fewer if there are fewer."""
+        queue = self.open()
+        queue.put_many(range(5))
+        self.assertEqual([job.payload for job in queue.get_many(3)], [0, 1, 2])
+        jobs = queue.get_many(10, timeout=1.0)
+        self.assertEqual([job.payload for job in jobs], [3, 4])
+        self.assertEqual(len({job.token for job in jobs}), 2)
+        self.assertEqual(queue.get_many(1), [])
+
+
+class DelayTest(Case):
+    def setUp(self):
+        super().setUp()
+        self.clock = Clock(at=1e9)
+        patch = self.clock.patch()
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def test_delay_and_at(self):
+        """A job is due after `delay` seconds or at the instant `at`."""
+        queue = self.open()
+        self.assertEqual(queue.put(1, delay=10).run_at, 1e9 + 10)
+        self.assertEqual(queue.put(2, at=1e9 + 20.5).run_at, 1e9 + 20.5)
+        for jump, want in ((9.0, []), (1.0, [1]), (10.0, []), (0.5, [2])):
+            self.clock.jump(jump)
+            self.assertDrains(self.open(), want)
+        self.assertIsNone(queue.get())
+
+    def test_an_undelayed_job_has_no_instant(self):
+        """run_at is 0, so a clock set back hides nothing."""
+        queue = self.open()
+        self.assertEqual(queue.put(1).run_at, 0)
+        self.assertEqual(queue.put(2, at=1.0).run_at, 0)
+        self.clock.jump(-5e8)
+        self.assertDrains(self.open(), [1, 2])
+
+    def test_a_delayed_job_survives_a_clock_set_back(self):
+        """It is delivered once, when the clock says its instant."""
+        queue = self.open()
+        queue.put(1, delay=10)
+        self.clock.jump(-3600.0)
+        self.assertIsNone(queue.get())
+        self.clock.jump(3600.0 + 11)
+        job = queue.get()
+        self.assertEqual(job.payload, 1)
+        queue.task_done(job)
+        self.clock.jump(86400.0)
+        self.assertIsNone(queue.get())
+
+    def test_a_jump_ahead_makes_it_due_at_once(self):
+        """The wall clock alone says what is due."""
+        queue = self.open()
+        queue.put(1, delay=86400)
+        self.clock.jump(86401.0)
+        for view in self.views(queue):
+            self.assertIsNone(view.stats().next_due)
+        self.assertDrains(queue, [1])
+
+    def test_a_ripe_job_stays_ripe_when_the_clock_is_set_back(self):
+        """An index that saw a job due and one that did not both deliver it
+        in the end, once."""
+        queue = self.open()
+        queue.put(1, delay=10)
+        self.clock.jump(11.0)
+        self.assertEqual(queue.stats()[:2], (1, 0))
+        self.clock.jump(-100.0)
+        jobs = [view.get() for view in self.views(queue)]
+        self.clock.jump(200.0)
+        jobs.append(queue.get())
+        self.assertEqual([job.payload for job in jobs if job], [1])
+
+    def test_stats_tell_the_instants(self):
+        """oldest is since when a due job waits, next_due the next delayed."""
+        queue = self.open()
+        self.assertEqual(queue.stats()[5:7], (None, None))
+        queue.put("a", delay=50)
+        queue.put("b", delay=20)
+        self.assertEqual(queue.stats()[5:7], (None, 1e9 + 20))
+        self.clock.jump(5.0)
+        queue.put("c")
+        self.assertEqual(self.open().stats()[5:7], (1e9 + 5, 1e9 + 20))
+        self.clock.jump(20.0)
+        queue.task_done(queue.get())
+        self.assertEqual(self.open().stats().next_due, 1e9 + 50)
+
+
+class IdsTest(Case):
+    def test_an_id_is_taken_until_success(self):
+        """pending, delayed, inflight and dead block put(); success frees."""
+        queue = self.open(max_retries=0)
+        for state, make in (
+            ("pending", lambda: queue.put(1, id="x", delay=60)),
+            ("pending", lambda: queue.cancel("x") and queue.put(2, id="x")),
+            ("inflight", lambda: queue.get()),
+            ("dead", lambda: queue.task_done(queue.find("x"), False)),
+            ("pending", lambda: queue.requeue_dead("x")),
+        ):
+            make()
+            for view in self.views(queue):
+                with self.assertRaises(tq.DuplicateJobError) as caught:
+                    view.put(3, id="x")
+                self.assertEqual(caught.exception.state, state)
+        queue.task_done(queue.get())
+        for view in self.views(queue):
+            view.put(4, id="x")
+            view.task_done(view.get())
+
+    def test_exist_ok_returns_the_job_that_is_there(self):
+        """put(exist_ok=True) is put or find, with nothing written."""
+        queue = self.open()
+        job = queue.put(1, id="x", priority=4)
+        before = tree(self.dir)
+        for view in self.views(queue):
+            self.assertEqual(view.put(2, id="x", exist_ok=True), job)
+        queue.get()
+        self.assertEqual(queue.put(3, id="x", exist_ok=True).state, "inflight")
+        self.assertEqual(file_bytes(self.path, "pending"), list(before.values())[0])
+        self.assertEqual(queue.put(5, id="y", exist_ok=True).payload, 5)
+
+    def test_generated_ids_never_repeat(self):
+        """Threads, objects and forked children make different ids."""
+
+        def putter(link):
+            return [queue.put(n).id for n in range(20)]
+
+        queue = self.open()
+        ids = [queue.put(0).id for _ in range(20)]
+        for child in [self.spawn(putter) for _ in range(3)]:
+            ids += child.hear()
+        ids += [self.open().put(0).id for _ in range(20)]
+        self.assertEqual(len(set(ids)), 100)
+        self.assertEqual(len(self.open()), 100)
+
+    def test_one_process_wins_a_race_for_an_id(self):
+        """Of two processes that put one id at once, exactly one succeeds."""
+
+        def racer(link):
+            mine, won = self.open(), []
+            for n in range(100 if DEEP else 30):
+                link.hear()
+                try:
+                    mine.put(n, id=f"x{n}")
+                    won.append(n)
+                except tq.DuplicateJobError:
+                    pass
+                link.tell()
+            return won
+
+        rounds = 100 if DEEP else 30
+        racers = [self.spawn(racer) for _ in range(2)]
+        for _ in range(rounds):
+            for child in racers:
+                child.tell()
+            for child in racers:
+                child.hear()
+        won = sorted(racers[0].hear() + racers[1].hear())
+        self.assertEqual(won, list(range(rounds)))
+        self.assertEqual(len(self.open()), rounds)
+
+    def test_a_reused_id_is_a_new_job(self):
+        """After success an id starts again with attempts 0 and no error."""
+        queue = self.open(backoff=lambda n: 0)
+        for n in range(20):
+            queue.put(n, id="x")
+            queue.task_done(queue.get(), False, "e")
+            job = queue.get()
+            self.assertEqual((job.payload, job.attempts), (n, 2))
+            queue.task_done(job)
+            self.assertIsNone(self.open().get())
+        self.assertIsNone(queue.put(1, id="x").last_error)
+
+
+class PutManyTest(Case):
+    def test_returns_the_jobs_in_order(self):
+        """Each payload's job, with its id, delay and priority."""
+        queue = self.open()
+        with Clock(at=1e9).patch():
+            jobs = queue.put_many(iter("ab"), ids=iter(["x", "y"]), priority=3)
+            jobs += queue.put_many(["c"], delay=5)
+        self.assertEqual([job.id for job in jobs[:2]], ["x", "y"])
+        self.assertEqual([job.payload for job in jobs], ["a", "b", "c"])
+        self.assertEqual([job.priority for job in jobs], [3, 3, 0])
+        self.assertEqual(jobs[2].run_at, 1e9 + 5)
+        for view in self.views(queue):
+            self.assertEqual(list(view.jobs()), jobs)
+
+    def test_empty_writes_nothing(self):
+        """An empty iterable returns [] and does not touch the disk."""
+        self.assertEqual(self.open().put_many([]), [])
+        self.assertFalse(os.path.exists(self.path))
+
+    def test_one_living_id_refuses_all(self):
+        """A duplicate adds nothing, the other ids included."""
+        queue = self.open()
+        queue.put(0, id="b")
+        before = tree(self.dir)
+        with self.assertRaises(tq.DuplicateJobError) as caught:
+            queue.put_many([1, 2, 3], ids=["a", "b", "c"])
+        self.assertEqual(caught.exception.id, "b")
+        self.assertEqual(tree(self.dir), before)
+        queue.put_many([1, 3], ids=["a", "c"])
+        self.assertDrains(self.open(), [0, 1, 3])
+
+    def test_one_write_and_one_sync(self):
+        """However many jobs, the kernel is asked to write and sync once."""
+        queue = self.open(fsync=True)
+        queue.put(0)
+        writes, syncs = [], []
+
+        def write(fd, data):
+            writes.append(len(data))
+            return os.write(fd, data)
+
+        with patched("os", write=write), mock.patch.object(tq, "_sync", syncs.append):
+            queue.put_many(range(1000))
+        self.assertEqual((len(writes), len(syncs)), (1, 1))
+
+    def test_a_torn_batch_leaves_nothing(self):
+        """Cut at any byte, a put_many is not there at all, and the job before
+        it is; its bytes are kept."""
+        queue = self.open()
+        queue.put("first")
+        start = os.path.getsize(file_of(self.path, "pending"))
+        queue.put_many(["a", "b", "c"])
+        whole = file_bytes(self.path, "pending")
+        for cut in range(start, len(whole) - 1, 1 if DEEP else 7):
+            shutil.rmtree(self.path)
+            self.write("pending", whole[:cut])
+            fresh = tq.Queue(self.path, fsync=False)
+            self.assertEqual([job.payload for job in fresh.jobs()], ["first"])
+            fresh.put("next")
+            fresh.close()
+            self.assertDrains(tq.Queue(self.path, fsync=False), ["first", "next"])
+
+    def test_a_batch_that_lacks_only_its_newline_is_whole(self):
+        """The last line is sound: all jobs are there."""
+        self.open().put_many(["a", "b", "c"])
+        whole = file_bytes(self.path, "pending")
+        self.write("pending", whole[:-1])
+        queue = self.open()
+        queue.put("d")
+        self.assertEqual(file_bytes(self.path, "pending")[: len(whole)], whole)
+        self.assertDrains(self.open(), "abcd")
+
+
+class ViewsTest(Case):
+    def fill(self):
+        queue = self.open(backoff=lambda n: 0)
+        queue.put_many(list("abcdef"), ids=list("abcdef"))
+        queue.put("late", id="late", delay=3600)
+        a, b, c = queue.get_many(3)
+        queue.bury(a, "x")
+        queue.bury(c, "y")
+        return queue
+
+    def test_jobs_by_state_and_limit(self):
+        """pending, inflight, then dead, each in the order of its file."""
+        queue = self.fill()
+        for view in self.views(queue):
+            self.assertEqual(
+                [(job.id, job.state) for job in view.jobs()],
+                [("d", "pending"), ("e", "pending"), ("f", "pending"),
+                 ("late", "pending"), ("b", "inflight"), ("a", "dead"), ("c", "dead")],
+            )  # fmt: skip
+            self.assertEqual([job.id for job in view.jobs("inflight")], ["b"])
+            self.assertEqual([job.id for job in view.jobs("pending", 2)], ["d", "e"])
+            self.assertEqual([job.id for job in view.jobs(limit=5)][-1], "b")
+            self.assertEqual(list(view.jobs(limit=0)), [])
+            self.assertEqual([job.id for job in view.dead_letter()], ["a", "c"])
+
+    def test_stats_and_len_equal_the_census(self):
+        """Counts are those of the files; len() counts pending."""
+        queue = self.fill()
+        for view in self.views(queue):
+            stats = view.stats()
+            self.assertIsInstance(stats, tq.Stats)
+            self.assertEqual(stats[:5], (4, 1, 1, 2, 0))
+            self.assertEqual(len(view), 4)
+            size = sum(len(file_bytes(self.path, state)) for state in STATES)
+            self.assertEqual(stats.bytes, size)
+        states = collections.Counter(state for state, _ in census(self.path).values())
+        self.assertEqual(states, {"pending": 4, "inflight": 1, "dead": 2})
+
+    def test_stats_fields(self):
+        """The NamedTuple has the documented fields, in that order."""
+        want = "pending delayed inflight dead damaged oldest next_due bytes"
+        self.assertEqual(" ".join(tq.Stats._fields), want)
+        self.assertEqual(" ".join(tq.Damage._fields), "file line reason")
+
+    def test_an_empty_queue_is_true(self):
+        """`if queue:` never asks for its length."""
+        queue = self.open()
+        self.assertTrue(queue)
+        self.assertEqual(len(queue), 0)
+
+    def test_an_iteration_is_a_snapshot(self):
+        """What happens meanwhile does not change it, compaction included."""
+        queue = self.fill()
+        iterator = queue.jobs("pending")
+        first = next(iterator)
+        self.assertDrains(queue, "def")
+        queue.purge("pending")
+        queue.compact()
+        self.assertEqual(
+            [first.id] + [job.id for job in iterator], "d e f late".split()
+        )
+
+    def test_looking_writes_nothing(self):
+        """Inspection changes no byte of a sound queue."""
+        queue = self.fill()
+        before = tree(self.dir)
+        for view in self.views(queue):
+            for look in (view.stats, view.jobs, view.verify, view.dead_letter):
+                list(look())
+            self.assertEqual((len(view), view.find("b").id), (4, "b"))
+            self.assertEqual(tree(self.dir), before)
+
+    def test_looking_at_nothing_creates_nothing(self):
+        """A queue that was never written to is empty, and stays nowhere."""
+        queue = self.open()
+        self.assertEqual(queue.stats(), (0, 0, 0, 0, 0, None, None, 0))
+        self.assertEqual(list(queue.jobs()), [])
+        self.assertEqual(queue.verify(), [])
+        self.assertRaises(tq.JobNotFoundError, queue.find, "a")
+        self.assertFalse(os.path.exists(self.path))
+
+    def test_others_see_a_change_at_once(self):
+        """Long-lived objects follow each other's changes."""
+        one, two = self.open(), self.open()
+        self.assertIsNone(one.get())
+        two.put(1, id="a")
+        job = one.get()
+        self.assertEqual(two.find("a").state, "inflight")
+        two.task_done(job)
+        self.assertRaises(tq.LeaseLostError, one.task_done, job)
+        self.assertEqual(one.stats()[:4], two.stats()[:4])
+
+
+class WaitingTest(Case):
+    def test_zero_does_not_wait(self):
+        """get() and get(0) return at once."""
+        queue = self.open()
+        start = time.monotonic()
+        for _ in range(20):
+            self.assertIsNone(queue.get())
+        self.assertLess(time.monotonic() - start, 1.0)
+
+    def test_a_timeout_is_kept(self):
+        """get(timeout) on an empty queue returns None when it is over."""
+        start = time.monotonic()
+        self.assertIsNone(self.open().get(timeout=0.3))
+        self.assertTrue(0.3 <= time.monotonic() - start < 0.8)
+
+    def test_a_jump_of_the_wall_clock_does_not_change_a_timeout(self):
+        """Timeouts are measured by the monotonic clock."""
+        for step in (-3600.0, 3600.0):
+            clock = Clock()
+
+            def jumping(clock=clock, step=step):
+                clock.jump(step)
+                return clock.time()
+
+            queue = self.open()
+            start = time.monotonic()
+            with patched("time", time=jumping):
+                self.assertIsNone(queue.get(timeout=0.3))
+            self.assertTrue(0.3 <= time.monotonic() - start < 1.3)
+
+    def test_a_put_elsewhere_ends_the_wait(self):
+        """A waiting get returns another process's job, long before its end."""
+
+        def waiter(link):
+            queue = self.open()
+            self.assertIsNone(queue.get())
+            link.tell("waiting")
+            return queue.get(timeout=PATIENCE).payload
+
+        queue, child = self.open(), self.spawn(waiter)
+        child.hear()
+        start = time.monotonic()
+        queue.put("hello")
+        self.assertEqual(child.hear(), "hello")
+        self.assertLess(time.monotonic() - start, 2.0)
+
+    def test_a_due_job_ends_the_wait(self):
+        """A waiting get wakes up when a delayed job becomes due."""
+        queue = self.open()
+        queue.put(1, delay=0.2)
+        start = time.monotonic()
+        self.assertEqual(queue.get(timeout=PATIENCE).payload, 1)
+        self.assertLess(time.monotonic() - start, 2.0)
+
+    def test_none_waits_without_limit(self):
+        """get(None) returns only with a job."""
+        queue = self.open()
+        timer = threading.Timer(0.15, lambda: self.open().put("x"))
+        timer.start()
+        self.assertEqual(queue.get(timeout=None).payload, "x")
+        timer.join()
+
+    def test_get_many_waits_for_the_first_only(self):
+        """get_many(n, timeout) returns as soon as there is any job."""
+        queue = self.open()
+        queue.put(1)
+        start = time.monotonic()
+        self.assertEqual(len(queue.get_many(5, timeout=PATIENCE)), 1)
+        self.assertLess(time.monotonic() - start, 2.0)
+        self.assertEqual(queue.get_many(5, timeout=0.05), [])
+
+    def test_idle_waits_write_nothing_and_cost_little(self):
+        """Empty, delayed and leased-elsewhere queues are left as they are."""
+        queue = self.open()
+        queue.put(1, delay=3600)
+        queue.put(2)
+        self.assertTrue(queue.get())
+        before = {s: os.stat(file_of(self.path, s)).st_mtime_ns for s in STATES}
+        cpu = time.process_time()
+        self.assertIsNone(self.open().get(timeout=1.0))
+        self.assertLess(time.process_time() - cpu, 0.3)
+        after = {s: os.stat(file_of(self.path, s)).st_mtime_ns for s in STATES}
+        self.assertEqual(after, before)
+
+    def test_many_threads_wait_on_one_object(self):
+        """Each of several jobs ends the wait of one thread."""
+        queue, found = self.open(), []
+        waits = [lambda: found.append(queue.get(timeout=PATIENCE))] * 4
+        self.run_threads(*waits, lambda: [queue.put(n) for n in range(4)])
+        self.assertEqual(sorted(job.payload for job in found), [0, 1, 2, 3])
+
+
+class CloseTest(Case):
+    def test_with_closes(self):
+        """A with block closes; closing twice is fine."""
+        with tq.Queue(self.path, fsync=False) as queue:
+            queue.put(1)
+        self.assertRaises(tq.QueueClosedError, queue.put, 2)
+        queue.close()
+        self.assertDrains(self.open(), [1])
+
+    def test_leases_out_are_deliverable_at_once(self):
+        """close() with leases out gives the jobs away, counted."""
+        queue, other = self.open(), self.open()
+        queue.put(1)
+        job = queue.get()
+        self.assertIsNone(other.get())
+        queue.close()
+        again = other.get()
+        self.assertEqual((again.id, again.attempts), (job.id, 2))
+        other.task_done(again)
+
+    def test_closing_one_object_leaves_the_others_alone(self):
+        """Another object of the process keeps its leases and its lock."""
+        one, two = self.open(), self.open()
+        one.put(1)
+        job = one.get()
+        two.put(2)
+        two.close()
+        self.assertEqual(self.open().get().payload, 2)
+        self.assertIsNone(self.open().get())
+        one.task_done(job)
+
+    def test_close_while_another_thread_waits(self):
+        """A get that waits is ended by close() with QueueClosedError."""
+        queue, ended = self.open(), []
+
+        def wait():
+            try:
+                queue.get(timeout=PATIENCE)
+            except tq.QueueClosedError as exc:
+                ended.append(exc)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: os.path.exists(file_of(self.path, "dead")))
+        queue.close()
+        thread.join(5.0)
+        self.assertEqual((len(ended), thread.is_alive()), (1, False))
+
+    def test_close_in_a_forked_child_is_the_child_s_own(self):
+        """The parent's object, lock and leases live on."""
+        queue = self.open()
+        queue.put(1)
+        job = queue.get()
+        self.spawn(lambda link: queue.close()).hear()
+        self.assertIsNone(self.open().get())
+        queue.task_done(job)
+
+
+class PicklingTest(Case):
+    def test_a_queue_pickles_to_its_arguments(self):
+        """Pickle and deepcopy make a new object of the same queue."""
+        queue = self.open(
+            name="q", max_retries=7, lease_timeout=5.0, lock_timeout=1.5,
+            backoff=tq.exponential(base=9, jitter=0),
+        )  # fmt: skip
+        queue.put(1)
+        for twin in (pickle.loads(pickle.dumps(queue)), copy.deepcopy(queue)):
+            self.addCleanup(twin.close)
+            self.assertIsNot(twin, queue)
+            found = (twin.path, twin.name, twin.max_retries, twin.lease_timeout)
+            self.assertEqual(found, (queue.path, "q", 7, 5.0))
+            self.assertEqual((twin.fsync, twin.backoff(1)), (False, 9))
+            self.assertEqual(len(twin), 1)
+
+    def test_a_spawned_process_can_use_it(self):
+        """A queue sent to fresh interpreters works there."""
+        queue = self.open()
+        file = os.path.join(self.dir, "queue.pickle")
+        pathlib.Path(file).write_bytes(pickle.dumps(queue))
+        code = (
+            "import pickle, sys; q = pickle.load(open(sys.argv[1], 'rb'));"
+            "[q.put(n) for n in range(10)]"
+        )
+        for _ in range(2):
+            self.assertEqual(run_python(code, file).stderr, "")
+        self.assertEqual(len(queue), 20)
+
+    def test_put_at_exit_is_durable(self):
+        """An atexit handler and a daemon thread's put neither hang nor lose."""
+        code = (
+            "import atexit, sys, tiny_queue as tq, threading, itertools\n"
+            "q = tq.Queue(sys.argv[1], fsync=False)\n"
+            "atexit.register(lambda: q.put('exit', id='exit'))\n"
+            "def work():\n"
+            "    for n in itertools.count(): q.put(n, id=f'n{n}')\n"
+            "threading.Thread(target=work, daemon=True).start()\n"
+            "import time\n"
+            "while not len(q): pass\n"
+        )
+        done = run_python(code, self.path, timeout=20)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        ids = [job.id for job in self.open().jobs()]
+        self.assertIn("exit", ids)
+        rest = [id for id in ids if id != "exit"]
+        self.assertEqual(rest, [f"n{n}" for n in range(len(rest))])
+
+
+class ReentranceTest(Case):
+    def test_no_lock_is_held_across_user_code(self):
+        """A backoff that puts, and changes while iterating, all work."""
+        queue = self.open(max_retries=1, backoff=lambda n: queue.put("more") and 0)
+        other = self.open()
+        queue.put(1, id="a")
+        queue.task_done(queue.get(), False)
+        self.assertEqual(len(other), 2)
+        for n in range(5):
+            queue.put(n, id=f"d{n}", priority=5)
+            queue.bury(queue.get(), "x")
+        for job in queue.dead_letter():
+            queue.requeue_dead(job.id)
+        self.assertEqual(queue.stats().dead, 0)
+        for _ in queue.jobs():
+            break
+        other.put("end")
+        self.assertEqual(len(queue), 8)
+
+    SIGNALLED = """
+import errno, os, signal, sys
+import tiny_queue as tq
+queue = tq.Queue(sys.argv[1], lock_timeout=2.0)
+queue.put("first")
+seen = []
+def handler(number, frame):
+    try:
+        queue.put("nested")
+        seen.append("put")
+    except tq.QueueError as exc:
+        seen.append(str(exc))
+signal.signal(signal.SIGUSR1, handler)
+real, point = getattr(tq.os, sys.argv[2]), []
+def interrupted(*args):
+    if not point:
+        point.append(1)
+        signal.raise_signal(signal.SIGUSR1)
+    return real(*args)
+setattr(tq.os, sys.argv[2], interrupted)
+queue.put("outer")
+print(*seen)
+print(sorted(job.payload for job in queue.jobs()))
+"""
+
+    def interrupt(self, function):
+        try:
+            done = run_python(self.SIGNALLED, self.path, function, timeout=5)
+        except subprocess.TimeoutExpired:
+            self.fail(f"a put from a signal handler in {function} hangs")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        return done.stdout.splitlines()
+
+    def test_a_signal_handler_under_the_lock_gets_a_clear_error(self):
+        """A put inside a put of the same thread is refused, not a deadlock."""
+        told, payloads = self.interrupt("write")
+        self.assertIn("signal handler", told)
+        self.assertEqual(payloads, "['first', 'outer']")
+
+    def test_a_signal_handler_during_the_sync_does_not_hang(self):
+        """A put while the same thread waits for the disk ends, well or with a
+        clear error."""
+        told, payloads = self.interrupt("fdatasync")
+        if told == "put":
+            self.assertEqual(payloads, "['first', 'nested', 'outer']")
+        else:
+            self.assertIn("signal handler", told)
+
+    def test_two_objects_on_one_directory_in_one_thread(self):
+        """A second object never waits for the first one's lock."""
+        one, two = self.open(lock_timeout=0.5), self.open(lock_timeout=0.5)
+        for n in range(20):
+            one.put(n)
+            two.task_done(two.get())
+        self.assertEqual(len(one), 0)
+
+
+# Engine contract
+# =============================================================================
+
+
+class ContractTest(Case):
+    def test_the_file_engine_has_every_verb(self):
+        """An engine implements the whole contract, with the same arguments."""
+        for name, verb in vars(tq._Engine).items():
+            if callable(verb) and not name.startswith("__"):
+                mine = getattr(tq._FileEngine, name)
+                self.assertIsNot(mine, verb, name)
+                want = list(inspect.signature(verb).parameters)
+                found = list(inspect.signature(mine).parameters)
+                self.assertEqual(found[: len(want)], want, name)
+
+    def test_queue_calls_nothing_but_verbs(self):
+        """Queue knows its engine by the contract only."""
+        used = set()
+        for node in ast.walk(class_node("Queue")):
+            owner = getattr(node, "value", None)
+            if isinstance(node, ast.Attribute) and isinstance(owner, ast.Attribute):
+                if owner.attr == "_engine":
+                    used.add(node.attr)
+        self.assertLessEqual(used, set(dir(tq._Engine)) | {"path"})
+        self.assertIn("lease", used)
+
+
+def module_tree():
+    return ast.parse(pathlib.Path(tq.__file__).read_text("utf-8"))
+
+
+def class_node(name):
+    """The syntax tree of one class of the module."""
+    for node in module_tree().body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+    raise AssertionError(f"no class {name}")
+
+
+# File engine
+# =============================================================================
+
+# Lines
+# -----------------------------------------------------------------------------
+
+
+class FormatTest(Case):
+    def cycle(self, queue=None):
+        """One job through every kind of line; yields after each change."""
+        queue = queue or self.open(backoff=lambda n: 0)
+        yield "pending", queue.put({"a": "é"}, id="x")
+        yield "inflight", (job := queue.get())
+        yield "inflight", queue.extend(job)
+        yield "pending", queue.task_done(job, False, "e")
+        yield "inflight", (job := queue.get())
+        yield "pending", queue.release(job)
+        yield "inflight", (job := queue.get())
+        yield "dead", queue.bury(job, "f")
+        yield "pending", queue.requeue_dead("x")
+        yield "inflight", (job := queue.get())
+        yield "inflight", queue.task_done(job)
+        yield "pending", queue.put(2, id="x")
+        yield "inflight", queue.cancel("x")
+
+    def test_each_change_appends_one_line_with_the_next_rev(self):
+        """One change is one append to one file; rev is always the next."""
+        sizes, rev = dict.fromkeys(STATES, 0), 0
+        for state, _ in self.cycle():
+            rev += 1
+            for other in STATES:
+                data = file_bytes(self.path, other)
+                added, sizes[other] = data[sizes[other] :], len(data)
+                if other == state:
+                    self.assertEqual(added.count(b"\n"), 1)
+                    self.assertEqual(read_line(added)["rev"], rev)
+                else:
+                    self.assertEqual(added, b"")
+
+    def test_each_change_is_one_write(self):
+        """The kernel is asked to write exactly once a change."""
+        queue, writes = self.open(backoff=lambda n: 0), []
+        collections.deque(self.cycle(queue), maxlen=0)  # the ballast is laid
+
+        def write(fd, data):
+            writes.append(bytes(data))
+            return os.write(fd, data)
+
+        with patched("os", write=write):
+            for n, _ in enumerate(self.cycle(queue), 1):
+                self.assertEqual(len(writes), n, writes[-1])
+
+    def test_keys_have_one_order(self):
+        """What the index needs comes first, payload and crc last."""
+        for _ in self.cycle():
+            pass
+        for state in STATES:
+            for line in file_lines(self.path, state):
+                keys = list(json.loads(line))
+                if "done" in keys:
+                    self.assertEqual(keys, ["id", "rev", "done", "crc"])
+                else:
+                    first = ["id", "rev", "attempts", "priority", "run_at"]
+                    self.assertEqual(keys[:5], first)
+                    self.assertEqual(keys[-2:], ["payload", "crc"])
+                if state == "inflight" and "done" not in keys:
+                    self.assertIn("token", keys)
+
+    def test_every_line_is_strict_json_with_its_checksum(self):
+        """A reader that knows only the README can read the files."""
+        for _ in self.cycle():
+            for state in STATES:
+                for line in file_lines(self.path, state):
+                    self.assertTrue(line.endswith(b"}\n") and line.isascii())
+                    self.assertRegex(line, rb',"crc":"[0-9a-f]{8}"\}\n\Z')
+                    self.assertIsNotNone(read_line(line))
+
+    def test_batch_marks(self):
+        """All lines of a put_many but the last have a plus; the last counts
+        them; compaction and moves drop both."""
+        queue = self.open()
+        queue.put_many(["a", "b", "c"])
+        *first, last = file_lines(self.path, "pending")
+        for line in first:
+            self.assertRegex(line, rb'"crc":"\+[0-9a-f]{8}"\}\n')
+            self.assertNotIn("lines", json.loads(line))
+        self.assertNotIn(b"+", last[-20:])
+        self.assertEqual(json.loads(last)["lines"], 3)
+        queue.get_many(3)
+        queue.put("d")
+        queue.compact()
+        for state in STATES:
+            self.assertNotIn(b'"lines"', file_bytes(self.path, state))
+            self.assertNotIn(b'"+', file_bytes(self.path, state))
+        self.assertEqual(len(census(self.path)), 4)
+
+    def test_the_payload_s_bytes_are_never_encoded_again(self):
+        """A payload as another program wrote it moves as it stands."""
+        payload = '{ "b" : 1.00 , "a" : "\\u0041/\\/" }'
+        text = (
+            '{"id":"x","rev":1,"attempts":0,"priority":0,"run_at":0,'
+            '"created_at":5,"payload":' + payload + "}"
+        )
+        self.write("pending", seal(text))
+        queue = self.open()
+        queue.bury(queue.get(), "x")
+        queue.requeue_dead()
+        queue.compact()
+        for state in ("pending",):
+            self.assertIn(payload.encode(), file_bytes(self.path, state))
+        self.assertEqual(self.open().get().payload, {"b": 1.0, "a": "A//"})
+
+    def test_format_is_a_number(self):
+        """FORMAT says which bytes on disk this version writes."""
+        self.assertIsInstance(tq.FORMAT, int)
+
+
+class HandWrittenTest(Case):
+    def test_a_minimal_line_is_a_job(self):
+        """id and payload are enough; the rest has defaults."""
+        self.write("pending", b'{"id":"a","payload":{"x":"\xc3\xa9\xe2\x80\xa8"}}\n')
+        for queue in self.views(self.open(max_retries=5), max_retries=5):
+            job = queue.find("a")
+            self.assertEqual(job.payload, {"x": "é\u2028"})
+            self.assertEqual(
+                (job.state, job.attempts, job.priority, job.run_at, job.max_retries),
+                ("pending", 0, 0, 0, 5),
+            )
+        queue.task_done(queue.get())
+        self.assertIsNone(self.open().get())
+
+    def test_an_edited_line_without_crc_is_believed(self):
+        """Put, edit id and payload by hand, drop crc: that is a job."""
+        queue = self.open()
+        queue.put(1, id="a", priority=3, max_retries=1)
+        fields = read_line(file_bytes(self.path, "pending"))
+        fields.update(id="b", payload=2)
+        del fields["crc"]
+        self.write("pending", json.dumps(fields).encode() + b"\n", "ab")
+        jobs = queue.get_many(5)
+        self.assertEqual([(job.id, job.payload) for job in jobs], [("a", 1), ("b", 2)])
+        self.assertEqual((jobs[1].priority, jobs[1].max_retries), (3, 1))
+
+    def moves(self, queue):
+        """Move the only job through every file; yield its record each time."""
+        job = queue.get()
+        yield census(self.path)[job.id]
+        queue.extend(job)
+        yield census(self.path)[job.id]
+        queue.task_done(job, False, "e")
+        yield census(self.path)[job.id]
+        queue.bury(queue.get(), "f")
+        yield census(self.path)[job.id]
+        queue.requeue_dead()
+        queue.compact()
+        yield census(self.path)[job.id]
+
+    def check_kept(self, line):
+        self.write("pending", line)
+        want = read_line(line)
+        for state, record in self.moves(self.open(backoff=lambda n: 0)):
+            for key in ("payload", "tag", "created_at"):
+                self.assertEqual(record.get(key), want.get(key), f"{key}, {state}")
+
+    FIELDS = {
+        "id": "a", "rev": 1, "attempts": 0, "priority": 0, "run_at": 0,
+        "created_at": 5.0, "tag": {"deep": [1, None, "é"]}, "payload": {"p": 1},
+    }  # fmt: skip
+
+    def test_unknown_keys_survive_every_move(self):
+        """Another program's keys are kept, hand-written or sealed."""
+        self.check_kept(json.dumps(self.FIELDS).encode() + b"\n")
+        self.check_kept(seal(self.FIELDS))
+
+    def test_keys_may_stand_in_any_order(self):
+        """A sealed line of another program keeps payload and unknown keys in
+        whatever order they stand."""
+        for order in (
+            "tag id rev attempts priority run_at created_at payload",
+            "id rev attempts priority run_at tag created_at payload",
+            "id rev attempts priority run_at payload created_at tag",
+            "payload created_at id tag rev attempts priority run_at",
+        ):
+            for tag in ({"deep": 1}, "text", 7):
+                fields = {**self.FIELDS, "tag": tag}
+                with self.subTest(order, tag=tag):
+                    line = seal({key: fields[key] for key in order.split()})
+                    self.check_kept(line)
+                    shutil.rmtree(self.path)
+
+    def test_an_appended_line_is_seen_by_a_living_object(self):
+        """Other programs append under the lock, and get delivers."""
+        queue = self.open()
+        queue.put("a")
+        self.assertEqual(queue.get().payload, "a")
+        with open(os.path.join(self.path, "default.lock"), "rb+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.write("pending", b'{"id":"z","payload":"b"}\n', "ab")
+        self.assertDrains(queue, ["b"])
+
+    def test_a_tombstone_by_hand_is_a_success(self):
+        """id, rev and done remove a job."""
+        queue = self.open()
+        queue.put(1, id="a")
+        self.write("inflight", b'{"id":"a","rev":2,"done":true}\n', "ab")
+        for view in self.views(queue):
+            self.assertEqual(len(view), 0)
+
+    def test_a_lease_by_hand_raises_documented_errors_only(self):
+        """An inflight line with nothing but a token can be seen, extended,
+        settled and reaped."""
+        self.write("inflight", b'{"id":"a","rev":2,"token":"t","payload":1}\n')
+        queue = self.open()
+        job = queue.find("a")
+        self.assertEqual((job.state, job.token), ("inflight", "t"))
+        try:
+            queue.extend(job)
+            queue.task_done(job)
+        except tq.QueueError:
+            self.assertEqual(queue.reap_stale(0), 1)
+            queue.task_done(queue.get())
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_an_old_copy_of_a_line_is_no_second_job(self):
+        """A pending line that comes back after the lease delivers nothing, in
+        whichever two files the copies stand."""
+        queue = self.open(max_retries=0)
+        queue.put(1, id="a")
+        pending = file_bytes(self.path, "pending")
+        job = queue.get()
+        leased = file_bytes(self.path, "inflight")
+        self.write("pending", pending, "ab")
+        for view in self.views(queue):
+            self.assertIsNone(view.get())
+        queue.task_done(job, False, "x")
+        self.write("pending", pending, "ab")
+        self.write("inflight", leased, "ab")
+        for view in self.views(queue):
+            self.assertEqual(view.stats()[:4], (0, 0, 0, 1))
+        queue.requeue_dead("a")
+        self.assertDrains(queue, [1])
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_equal_revs_have_a_precedence(self):
+        """done > dead > inflight > pending, then the earlier line."""
+        self.write("pending", b'{"id":"a","rev":2,"payload":"p"}\n' * 2)
+        self.write("pending", b'{"id":"a","rev":2,"payload":"later"}\n', "ab")
+        self.assertEqual(self.open().find("a").payload, "p")
+        for state, line in (
+            ("inflight", b'{"id":"a","rev":2,"token":"t","payload":"i"}\n'),
+            ("dead", b'{"id":"a","rev":2,"payload":"d"}\n'),
+        ):
+            self.write(state, line)
+            self.assertEqual(self.open().find("a").state, state)
+        self.write("inflight", b'{"id":"a","rev":2,"done":true}\n', "ab")
+        self.assertRaises(tq.JobNotFoundError, self.open().find, "a")
+
+
+class DamageTest(Case):
+    def kept(self):
+        """The lines of NAME.damaged."""
+        file = pathlib.Path(self.path, "default.damaged")
+        return file.read_bytes().splitlines(True) if file.exists() else []
+
+    def check(self, payloads, damaged):
+        """A fresh queue drains to the payloads; damage is met and kept once."""
+        queue = self.open()
+        for view in self.views(queue):
+            self.assertEqual(view.stats().damaged, damaged)
+        self.assertDrains(queue, payloads)
+        for _ in range(100):
+            self.assertIsNone(queue.get())
+        self.assertEqual(self.open().stats().damaged, damaged)
+        self.assertEqual(len(self.kept()), damaged)
+        found = self.open().verify()
+        self.assertEqual([d.file for d in found], ["default.damaged"] * damaged)
+        self.assertEqual([d.line for d in found], list(range(1, damaged + 1)))
+        for state in STATES:
+            self.assertNotIn(None, map(read_line, file_lines(self.path, state)))
+
+    def test_bad_lines_block_no_neighbour(self):
+        """BOM, CRLF, blanks and foreign JSON: good lines are delivered, bad
+        ones are set aside once."""
+        bad = [b"{not json\n", b"null\n", b"42\n", b"[]\n", b'{"id":7}\n']
+        self.write(
+            "pending",
+            b'\xef\xbb\xbf{"id":"a","payload":"A"}\n' + bad[0] + b"\n"
+            + b"".join(bad[1:]) + b'{"id":"b","payload":"B"}\r\n  \n'
+            + b'{"id":"c","payload":"C"}   \n',
+        )  # fmt: skip
+        self.check("ABC", 5)
+        self.assertEqual(self.kept(), bad)
+
+    def test_nul_bytes(self):
+        """A tail of NULs, a file of NULs and NULs inside a line cost no more
+        than the line that they hit."""
+        for n, make in enumerate((
+            lambda a, b, c: ([a, b, c, b"\0" * 4096], "abc"),
+            lambda a, b, c: ([b"\0" * 4096], ""),
+            lambda a, b, c: ([a, b"\0" * (len(b) - 1) + b"\n", c], "ac"),
+        )):  # fmt: skip
+            with self.subTest(n):
+                shutil.rmtree(self.path, True)
+                queue = tq.Queue(self.path, fsync=False)
+                for payload in "abc":
+                    queue.put(payload)
+                data, want = make(*file_lines(self.path, "pending"))
+                self.write("pending", b"".join(data))
+                self.check(want, 1)
+                queue.put("d")
+                self.assertDrains(queue, "d")
+
+    def test_one_changed_byte_costs_one_line(self):
+        """A line whose checksum does not match is set aside byte for byte."""
+        queue = self.open()
+        for payload in "abc":
+            queue.put({"text": payload * 10})
+        lines = file_lines(self.path, "pending")
+        lines[1] = lines[1].replace(b"bbb", b"bxb", 1)
+        self.write("pending", b"".join(lines))
+        found = self.open().verify()
+        self.assertEqual([d[:2] for d in found], [("default.pending.jsonl", 2)])
+        self.assertIn("checksum", found[0].reason)
+        self.check([{"text": "a" * 10}, {"text": "c" * 10}], 1)
+        self.assertEqual(self.kept(), lines[1:2])
+
+    def test_verify_names_file_and_line_and_changes_nothing(self):
+        """Damage in each file is found by reading alone."""
+        queue = self.open()
+        queue.put_many([1, 2, 3])
+        queue.bury(queue.get(), "x")
+        self.assertEqual(queue.verify(), [])
+        for state in STATES:
+            self.write(state, b"\xff\xfe\n{}\n", "ab")
+        before = tree(self.dir)
+        for view in self.views(queue):
+            found = [d for d in view.verify()]
+            places = {(d.file, d.line) for d in found}
+            self.assertEqual(len(places), 6)
+            self.assertIn(("default.pending.jsonl", 4), places)
+            self.assertIn(("default.dead.jsonl", 3), places)
+            self.assertTrue(all(d.reason for d in found))
+        self.assertEqual(tree(self.dir), before)
+        for view in self.views(queue):
+            self.assertEqual(view.stats()[:5], (2, 0, 0, 1, 6))
+
+    def test_a_rev_beyond_the_limit_is_damage(self):
+        """2**28 is the highest rev, sealed or by hand."""
+        fields = {"id": "a", "rev": 2**28 + 1, "attempts": 0, "priority": 0}
+        fields.update(run_at=0, created_at=1, payload=1)
+        lines = seal(fields) + json.dumps({**fields, "id": "b"}).encode() + b"\n"
+        lines += json.dumps({**fields, "id": "c", "rev": 10**30}).encode() + b"\n"
+        self.write("pending", lines + b'{"id":"d","payload":"D"}\n')
+        self.assertEqual(len(self.open().verify()), 3)
+        self.check("D", 3)
+
+    def test_a_sealed_line_that_is_no_job_is_damage(self):
+        """A right checksum around nonsense blocks nobody, and is reported."""
+        top = '{"id":"%s","rev":1,"attempts":0,"priority":0,"run_at":0,'
+        bad = [
+            top % "a" + '"created_at":1}',
+            top % "b" + '"created_at":1,"payload":NaN}',
+            top % "c" + '"created_at":"x","payload":1}',
+            top % "d" + '"created_at":1,"payload":1,"id":"other"}',
+            top % "e" + '"created_at":1,"payload":}',
+            top % "f" + '"created_at":1,"max_retries":"x","payload":1}',
+            top % "g" + '"created_at":1,"payload":' + "[" * 999 + "]" * 999 + "}",
+        ]
+        for text in bad:
+            with self.subTest(text[:90]):
+                shutil.rmtree(self.path, True)
+                good = b'{"id":"z","payload":"Z"}\n'
+                self.write("pending", seal(text) + good)
+                queue = self.open(max_retries=0)
+                jobs = queue.get_many(2)
+                self.assertIn("Z", [job.payload for job in jobs])
+                for job in jobs:
+                    queue.task_done(job)
+                self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_damage_is_logged_without_its_bytes(self):
+        """One warning, with a count and no payload."""
+        self.write("pending", b"secret\nsecret\n")
+        with self.assertLogs("tiny_queue", "WARNING") as logs:
+            self.open().get()
+        self.assertEqual(len(logs.records), 1)
+        self.assertIn("2", logs.output[0])
+        self.assertNotIn("secret", logs.output[0])
+
+    def test_a_hole_in_a_batch_voids_it(self):
+        """At the first look at a file, a put_many whose closing line counts
+        more lines than are whole is not there; its bytes are kept."""
+        queue = self.open()
+        queue.put("first")
+        queue.put_many(["a", "b", "c"])
+        first, a, b, c = file_lines(self.path, "pending")
+        for hole in (b"\0" * (len(a) - 1) + b"\n" + b, b"\0" * len(a + b), b):
+            with self.subTest(hole[:9]):
+                shutil.rmtree(self.path)
+                self.write("pending", first + hole + c)
+                fresh = tq.Queue(self.path, fsync=False)
+                self.assertDrains(fresh, ["first"])
+                self.assertGreater(fresh.stats().damaged, 0)
+                self.assertIn(c, b"".join(self.kept()))
+                fresh.close()
+
+    def test_a_bad_line_inside_a_batch_is_one_damaged_line(self):
+        """Without a hole, the other jobs of the put_many live."""
+        self.open().put_many(["aaa", "bbb", "ccc"])
+        whole = file_bytes(self.path, "pending")
+        self.write("pending", whole.replace(b'"bbb"', b'"bxb"'))
+        self.check(["aaa", "ccc"], 1)
+
+    def test_marks_mean_nothing_in_mid_file(self):
+        """Acknowledged jobs of a batch survive the loss of its last line."""
+        queue = self.open()
+        queue.put_many(["a", "b"])
+        queue.put("c")
+        lines = file_lines(self.path, "pending")
+        self.write("pending", lines[0] + lines[2])
+        self.check("ac", 0)
+
+
+class TailTest(Case):
+    FIRST = {
+        "put": lambda queue: queue.put("new"),
+        "put with id": lambda queue: queue.put("new", id="new"),
+        "put_many": lambda queue: queue.put_many(["new"]),
+        "stats": lambda queue: queue.stats(),
+        "find": lambda queue: queue.put("new", id="old", exist_ok=True),
+        "compact": lambda queue: queue.compact(),
+        "jobs": lambda queue: list(queue.jobs()),
+    }
+
+    def each_first(self, data, check):
+        """Let each operation be the first to see a pending file's end, then
+        check the queue."""
+        for name, first in self.FIRST.items():
+            with self.subTest(name):
+                shutil.rmtree(self.path, True)
+                self.open().get()  # there is a lock file to look under
+                self.write("pending", data)
+                queue = self.open()
+                first(queue)
+                check(queue)
+                self.assertTrue(file_bytes(self.path, "pending").endswith(b"}\n"))
+
+    def test_a_whole_line_gets_its_newline(self):
+        """A valid last line that lacks its newline is a job, whoever looks
+        first; later lines are not glued to it."""
+
+        def check(queue):
+            for view in self.views(queue):
+                found = [job.payload for job in view.jobs()]
+                self.assertEqual(found[:2], ["A", "B"])
+                self.assertEqual(view.stats().damaged, 0)
+                self.assertEqual(view.verify(), [])
+
+        data = b'{"id":"a","payload":"A"}\n{"id":"b","payload":"B"}'
+        self.each_first(data, check)
+
+    def test_a_torn_line_is_cut_and_kept(self):
+        """Half a line is set aside; what is put next is whole."""
+
+        def check(queue):
+            for view in self.views(queue):
+                self.assertEqual(next(view.jobs()).payload, "A")
+                self.assertEqual(view.stats().damaged, 1)
+            kept = pathlib.Path(self.path, "default.damaged").read_bytes()
+            self.assertEqual(kept, b'{"id":"b","payl\n')
+
+        self.each_first(b'{"id":"a","payload":"A"}\n{"id":"b","payl', check)
+
+    def test_a_glued_line_is_kept_as_damage(self):
+        """Two records on one line lose no byte and block nobody."""
+        glued = b'{"id":"b","pa{"id":"c","payload":"C"}\n'
+        self.write("pending", b'{"id":"a","payload":"A"}\n' + glued)
+        queue = self.open()
+        self.assertEqual(queue.get().payload, "A")
+        kept = pathlib.Path(self.path, "default.damaged").read_bytes()
+        self.assertEqual(kept, glued)
+
+    def test_every_byte_of_every_file(self):
+        """Cut anywhere, each file opens to what its whole lines say, and
+        works; open, use, reopen agree."""
+        queue = self.open(max_retries=0)
+        queue.put_many([1, 2, 3], ids="x y z".split()) and queue.get_many(2)
+        queue.bury(queue.find("x"), "e")
+        for state in STATES:
+            whole = file_bytes(self.path, state)
+            for cut in range(0, len(whole), 1 if DEEP else 11):
+                copied = os.path.join(self.dir, "copy")
+                shutil.copytree(self.path, copied)
+                with open(file_of(copied, state), "r+b") as file:
+                    file.truncate(cut)
+                with tq.Queue(copied, fsync=False) as other:
+                    other.put("new")
+                    seen = [(job.id, job.state) for job in other.jobs()]
+                with tq.Queue(copied, fsync=False) as other:
+                    again = [(job.id, job.state) for job in other.jobs()]
+                self.assertEqual(seen, again)
+                shutil.rmtree(copied)
+
+
+# Index
+# -----------------------------------------------------------------------------
+
+
+class BacklogTest(Case):
+    def backlog(self, n, payload="x"):
+        os.makedirs(self.path, exist_ok=True)
+        with open(file_of(self.path, "pending"), "ab") as file:
+            for i in range(n):
+                text = json.dumps(payload)
+                file.write(
+                    seal(
+                        f'{{"id":"job-{i}","rev":1,"attempts":0,"priority":0,'
+                        f'"run_at":0,"created_at":1,"payload":{text}}}'
+                    )
+                )
+
+    def test_payloads_are_not_held_in_memory(self):
+        """The index of a backlog is small, whatever the payloads."""
+        self.backlog(2000, "x" * 10_000)
+        queue = self.open()
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        self.assertEqual(len(queue), 2000)
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        self.assertLess(held, 2_000_000)
+        for _ in range(5):
+            queue.put("x" * 100_000)
+        gc.collect()
+        self.assertLess(tracemalloc.get_traced_memory()[0], held + 100_000)
+
+    def test_a_put_does_not_read_the_backlog(self):
+        """A generated id's put reads the file's end once, then nothing."""
+        self.backlog(5000, "x" * 200)
+        reads = []
+
+        def pread(fd, length, place):
+            reads.append(length)
+            return os.pread(fd, length, place)
+
+        with patched("os", pread=pread):
+            queue = self.open()
+            queue.put(1)
+            self.assertLess(sum(reads), 200_000)
+            reads.clear()
+            for n in range(50):
+                queue.put(n)
+            queue.put_many([1, 2, 3])
+            self.assertEqual(reads, [])
+
+    def test_another_s_put_costs_a_put_one_look_at_the_end(self):
+        """Two producers that alternate do not read each other's backlog."""
+        self.backlog(5000, "x" * 200)
+        one, two, reads = self.open(), self.open(), []
+        one.put(0), two.put(0)
+
+        def pread(fd, length, place):
+            reads.append(length)
+            return os.pread(fd, length, place)
+
+        with patched("os", pread=pread):
+            for n in range(20):
+                one.put(n), two.put(n)
+        self.assertLess(sum(reads) / 40, 100_000)
+
+    def test_operations_write_no_more_with_a_backlog(self):
+        """A put writes its line, not the queue: under 1 KB beyond the payload,
+        at any length of the queue."""
+        self.backlog(5000)
+        queue = self.open()
+        for n in range(5):
+            before = os.path.getsize(file_of(self.path, "pending"))
+            queue.put("y" * 100)
+            grown = os.path.getsize(file_of(self.path, "pending")) - before
+            self.assertLess(grown, 1100)
+            job = queue.get()
+            self.assertEqual(job.id, f"job-{n}")
+            queue.task_done(job)
+        self.assertLess(len(file_bytes(self.path, "inflight")), 5000)
+
+    def test_a_large_payload_and_a_small_one_behind(self):
+        """20 MB go through every file, and block nobody."""
+        big = "x" * 20_000_000
+        queue = self.open(max_retries=0)
+        queue.put(big, max_retries=0)
+        queue.put("small")
+        job = self.open().get()
+        self.assertTrue(job.payload == big)
+        queue.task_done(job, False, "e")
+        self.assertDrains(self.open(), ["small"])
+        self.assertTrue(next(self.open().dead_letter()).payload == big)
+
+    def test_a_large_backlog_is_read_by_every_kind_of_line(self):
+        """Usual lines, hand-written ones and all priorities, over 1 MiB."""
+        self.backlog(4000, "x" * 300)
+        self.write("pending", b'{"id":"hand","payload":"H","priority":1}\n', "ab")
+        queue = self.open()
+        self.assertEqual(queue.get().payload, "H")
+        ids = [job.id for job in queue.get_many(3)]
+        self.assertEqual(ids, ["job-0", "job-1", "job-2"])
+        for view in self.views(queue):
+            self.assertEqual(view.stats()[:4], (3997, 0, 4, 0))
+
+
+# Store: the files, their tails, and what of them is on disk
+# -----------------------------------------------------------------------------
+
+
+class Recorder:
+    """What the module syncs and replaces, by name, in order."""
+
+    def __init__(self, path):
+        self.path = path
+        self.events = []
+        self.patches = [
+            mock.patch.object(tq, "_sync", self._sync),
+            patched("os", fsync=self._fsync, replace=self._replace),
+        ]
+        self.real = tq._sync
+
+    def __enter__(self):
+        for patch in self.patches:
+            patch.start()
+        return self.events
+
+    def __exit__(self, *exc_info):
+        for patch in self.patches:
+            patch.stop()
+
+    def _name(self, fd):
+        """The path under which an open file stands now."""
+        inode = os.fstat(fd).st_ino
+        parent = os.path.dirname(self.path)
+        if os.stat(parent).st_ino == inode:
+            return "parent"
+        for entry in [*os.scandir(parent), *os.scandir(self.path)]:
+            if entry.inode() == inode:
+                return "dir" if entry.is_dir() else short(entry.name)
+        return "?"
+
+    def _sync(self, fd):
+        self.events.append("sync " + self._name(fd))
+        self.real(fd)
+
+    def _fsync(self, fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            self.events.append("sync " + self._name(fd))
+        os.fsync(fd)
+
+    def _replace(self, source, target):
+        assert os.path.dirname(source) == os.path.dirname(target) == self.path
+        self.events.append("replace " + short(os.path.basename(target)))
+        os.replace(source, target)
+
+
+def short(name):
+    return name.replace("default.", "").replace(".jsonl", "")
+
+
+class DurabilityTest(Case):
+    def setUp(self):
+        super().setUp()
+        self.queue = self.open(fsync=True, backoff=lambda n: 0, max_retries=1)
+        self.queue.put_many(range(4), ids=list("abcd"))
+        jobs = self.queue.get_many(4)
+        for job in jobs:
+            self.queue.release(job)
+        self.queue.bury(self.queue.get(), "x")
+        self.queue.task_done(self.queue.get())
+
+    def assertSyncs(self, want, call, *args, **kwargs):
+        with Recorder(self.path) as events:
+            result = call(*args, **kwargs)
+        self.assertEqual(events, want)
+        return result
+
+    def test_what_is_synced_before_return(self):
+        """put, success, retry, dead and their like sync their one file; a
+        lease and its renewal sync nothing."""
+        queue, syncs = self.queue, self.assertSyncs
+        syncs(["sync pending"], queue.put, 1)
+        syncs(["sync pending"], queue.put, 1, id="e")
+        syncs(["sync pending"], queue.put_many, [1, 2])
+        job = syncs([], queue.get)
+        syncs([], queue.extend, job)
+        syncs(["sync pending"], queue.task_done, job, False)
+        job = syncs([], queue.get)
+        syncs(["sync pending"], queue.release, job)
+        syncs(["sync dead"], queue.bury, syncs([], queue.get), "x")
+        syncs(["sync inflight"], queue.task_done, syncs([], queue.get))
+        syncs(["sync pending"], queue.requeue_dead, "a")
+        syncs(["sync inflight"], queue.cancel, "a")
+        syncs(["sync inflight"], queue.purge, "dead")
+        syncs(["sync pending"], lambda: queue.get() and queue.reap_stale(0))
+        syncs([], lambda: (queue.stats(), list(queue.jobs()), queue.verify()))
+
+    def test_a_spent_job_is_synced_into_the_dead_file(self):
+        """The last failure is on disk when task_done returns."""
+        self.queue.put(1, id="z", priority=9, max_retries=0)
+        job = self.queue.get()
+        self.assertEqual(job.id, "z")
+        self.assertSyncs(["sync dead"], self.queue.task_done, job, False)
+
+    def test_without_fsync_nothing_is_synced(self):
+        """fsync=False asks the disk for nothing in the usual operations."""
+        queue = self.open(backoff=lambda n: 0)
+
+        def work():
+            queue.put(1)
+            queue.task_done(queue.get(), False)
+            queue.bury(queue.get(), "x")
+            queue.task_done(queue.get())
+
+        self.assertSyncs([], work)
+
+    def test_a_new_file_s_name_is_durable_before_the_first_answer(self):
+        """The first put syncs the file, its directory and that one's parent."""
+        path = os.path.join(self.dir, "new")
+        queue = self.open(path=path, fsync=True)
+        with Recorder(path) as events:
+            queue.put(1)
+        self.assertLessEqual({"sync pending", "sync dir", "sync parent"}, set(events))
+        with Recorder(path) as events:
+            queue.put(2)
+        self.assertEqual(events, ["sync pending"])
+
+    def test_an_answer_about_another_s_record_syncs_it(self):
+        """DuplicateJobError and exist_ok rest on a record that may not be on
+        disk yet: it is synced first (I5)."""
+        for n, exist_ok in enumerate((True, False)):
+            other = self.open(name=f"q{n}")
+            other.put(1, id="x")
+            queue = self.open(name=f"q{n}", fsync=True)
+            with Recorder(self.path) as events:
+                try:
+                    queue.put(2, id="x", exist_ok=exist_ok)
+                except tq.DuplicateJobError:
+                    self.assertFalse(exist_ok)
+            self.assertIn(f"sync q{n}.pending", events)
+            self.assertIn("sync dir", events)
+
+    def test_a_file_replaced_by_another_process_is_named_durably(self):
+        """After somebody's compaction the next acknowledged write syncs the
+        directory too."""
+        self.queue.put(1)
+        self.open().compact()
+        with Recorder(self.path) as events:
+            self.queue.put(2)
+        self.assertEqual(sorted(events), ["sync dir", "sync pending"])
+
+    def test_threads_share_a_sync(self):
+        """While one sync runs others append, and the next sync is for all of
+        them (group commit)."""
+        queue, n = self.queue, 8
+        start = len(file_lines(self.path, "pending"))
+        real, syncs = tq._sync, []
+
+        def slow(fd):
+            syncs.append(fd)
+            eventually(lambda: len(file_lines(self.path, "pending")) == start + n)
+            real(fd)
+
+        with mock.patch.object(tq, "_sync", slow):
+            self.run_threads(*[lambda k=k: queue.put(k) for k in range(n)])
+        self.assertIn(len(syncs), (1, 2))
+        self.assertEqual(len(file_lines(self.path, "pending")), start + n)
+
+
+class CompactionTest(Case):
+    def size(self):
+        return sum(len(file_bytes(self.path, state)) for state in STATES)
+
+    def test_a_drained_queue_shrinks_by_itself(self):
+        """Under 1 MiB when drained, under 64 KiB after an idle waiting get,
+        empty after close."""
+        queue, payload, largest = self.open(), "x" * 500, 0
+        for _ in range(2500):
+            queue.put(payload)
+            queue.task_done(queue.get())
+            largest = max(largest, self.size())
+        self.assertGreater(largest, 300_000)
+        self.assertLessEqual(largest, 2**20 + 4000)
+        self.assertIsNone(queue.get(timeout=0.01))
+        self.assertLess(self.size(), 2**16)
+        queue.put(1)
+        queue.task_done(queue.get())
+        queue.close()
+        self.assertEqual(self.size(), 0)
+
+    def test_draining_a_backlog_shrinks_too(self):
+        """However it got there, a drained queue holds at most 1 MiB."""
+        queue = self.open()
+        queue.put_many(["x" * 1000] * 3000)
+        self.assertGreater(self.size(), 3_000_000)
+        while jobs := queue.get_many(50):
+            for job in jobs:
+                queue.task_done(job)
+        self.assertLess(self.size(), 2**16)
+        queue.close()
+        self.assertEqual(self.size(), 0)
+
+    def test_parked_jobs_do_not_pin_the_files(self):
+        """With one delayed and one dead job the directory stays small, with
+        the same number of files."""
+        queue, names = self.open(), None
+        queue.put("dead")
+        queue.bury(queue.get(), "x")
+        queue.put("late", delay=3600)
+        for n in range(4000):
+            queue.put("x" * 200)
+            queue.task_done(queue.get())
+            if n % 500 == 0:
+                self.assertLess(self.size(), 2_000_000)
+                names = names or sorted(os.listdir(self.path))
+                self.assertEqual(sorted(os.listdir(self.path)), names)
+        queue.close()
+        self.assertLess(self.size(), 2000)
+        self.assertEqual(self.open().stats()[:4], (1, 1, 0, 1))
+
+    def test_the_order_of_syncs_and_replaces(self):
+        """All files are synced first; then pending, dead, the directory, and
+        the tombstones' file last (I4)."""
+        queue = self.open(fsync=True)
+        queue.put_many(range(6))
+        for job in queue.get_many(3):
+            queue.task_done(job)
+        queue.bury(queue.get(), "x")
+        queue.bury(queue.get(), "x")
+        queue.cancel(next(queue.dead_letter()).id)
+        queue.get()
+        queue.put("left")
+        with Recorder(self.path) as events:
+            queue.compact()
+        replaces = [e.split()[1] for e in events if e.startswith("replace")]
+        self.assertEqual(replaces, ["pending", "dead", "inflight"])
+        first = events.index("replace pending")
+        self.assertLessEqual(
+            {"sync pending", "sync inflight", "sync dead"}, set(events[:first])
+        )
+        for state in STATES:
+            place = events.index(f"replace {state}")
+            self.assertEqual(events[place - 1], f"sync {state}.tmp")
+        dead, last = events.index("replace dead"), events.index("replace inflight")
+        self.assertIn("sync dir", events[dead:last])
+
+    def test_names_are_durable_before_anything_is_replaced(self):
+        """A file that somebody else replaced has its name synced before this
+        compaction replaces another."""
+        queue = self.open(fsync=True)
+        queue.put_many([1, 2])
+        queue.task_done(queue.get())
+        self.open().compact()
+        queue.task_done(queue.get())
+        fresh = self.open()
+        with Recorder(self.path) as events:
+            fresh.compact()
+        first = [e.split()[0] for e in events].index("replace")
+        self.assertIn("sync dir", events[:first])
+
+    def test_nothing_but_superseded_lines_goes(self):
+        """States, order, payloads, errors and tokens are what they were."""
+        queue = self.open(backoff=lambda n: 0)
+        queue.put_many(range(20), ids=[f"j{n}" for n in range(20)])
+        queue.put("late", delay=3600, priority=3)
+        jobs = queue.get_many(10)
+        for n, job in enumerate(jobs):
+            (
+                queue.task_done,
+                lambda job: queue.task_done(job, False, "e"),
+                lambda job: queue.bury(job, "f"),
+                queue.extend,
+            )[n % 4](job)
+        want = list(queue.jobs())
+        for view in self.views(queue):
+            view.compact()
+            self.assertEqual(list(view.jobs()), want)
+        self.assertEqual(len(queue.get_many(50)), 13)
+        queue.task_done(jobs[3])
+
+    def test_a_live_object_follows_another_s_compaction(self):
+        """The inode changes under it, and it goes on."""
+        one, two = self.open(), self.open()
+        one.put_many(range(6))
+        held = one.get()
+        for n in range(1, 6):
+            two.compact()
+            job = one.get()
+            self.assertEqual(job.payload, n)
+            one.task_done(job)
+            one.put(n)
+        one.task_done(held)
+        self.assertDrains(two, range(1, 6))
+
+    def test_a_failed_compaction_costs_nothing(self):
+        """Whichever call of it fails, the jobs are there and no temp file is."""
+        for name in ("replace", "write", "fsync"):
+            for count in range(1, 4):
+                queue = self.open(name=f"{name}{count}", fsync=True)
+                queue.put_many(["a", "b", "c"])
+                queue.bury(queue.get(), "x")
+                queue.get()
+                calls = []
+
+                def fail(*args, name=name, count=count, calls=calls):
+                    calls.append(args)
+                    if len(calls) == count:
+                        raise OSError(errno.EIO, "failed")
+                    return getattr(os, name)(*args)
+
+                with patched("os", **{name: fail}):
+                    try:
+                        queue.compact()
+                    except tq.QueueError as exc:
+                        self.assertEqual(exc.errno, errno.EIO)
+                for view in self.views(queue):
+                    self.assertEqual(view.stats()[:4], (1, 0, 1, 1))
+        self.assertEqual([n for n in os.listdir(self.path) if "tmp" in n], [])
+
+    def test_a_leftover_temp_file_is_removed_and_never_read(self):
+        """The next to open the files sweeps it; its jobs are not jobs."""
+        self.write("pending", b'{"id":"a","payload":"A"}\n')
+        for state in STATES:
+            temp = pathlib.Path(file_of(self.path, state) + ".tmp")
+            temp.write_bytes(b'{"id":"b","payload":"B"}\n')
+        self.assertDrains(self.open(), "A")
+        self.assertEqual([n for n in os.listdir(self.path) if "tmp" in n], [])
+
+    def test_replace_is_tried_again_where_readers_refuse_it(self):
+        """On Windows an open file cannot be replaced: bounded tries, then an
+        error with everything intact."""
+        queue, tries = self.open(), []
+        queue.put_many([1, 2])
+        queue.task_done(queue.get())
+
+        def refuse(source, target, limit=3):
+            tries.append(target)
+            if len(tries) <= limit:
+                raise PermissionError(errno.EACCES, "in use")
+            os.replace(source, target)
+
+        with patched("os", replace=refuse):
+            queue.compact()
+            self.assertGreater(len(tries), 3)
+            queue.task_done(queue.get())
+            queue.put(3)
+            tries[:] = [""] * -(10**3)
+            refuse.__defaults__ = (10**6,)
+            self.assertRaises(tq.QueueError, queue.compact)
+        self.assertEqual([n for n in os.listdir(self.path) if "tmp" in n], [])
+        self.assertDrains(queue, [3])
+
+
+class FailedSyncTest(Case):
+    """What a failing fsync may have lost is never called done (I9)."""
+
+    def setUp(self):
+        super().setUp()
+        self.queue = self.open(fsync=True, backoff=lambda n: 0)
+        self.queue.put("before", id="b")
+        self.failures = 0
+        self.real = tq._sync
+        patch = mock.patch.object(tq, "_sync", self.sync)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def sync(self, fd):
+        if self.failures > 0:
+            self.failures -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        self.real(fd)
+
+    def assertFails(self, call, *args, **kwargs):
+        with self.assertRaises(tq.QueueError) as caught:
+            call(*args, **kwargs)
+        self.assertEqual(caught.exception.errno, errno.EIO)
+
+    def test_a_put_that_failed_can_be_repeated(self):
+        """It raises; the same id again gives exactly one job, in a new file."""
+        self.failures = 1
+        inode = os.stat(file_of(self.path, "pending")).st_ino
+        with open(file_of(self.path, "pending")):  # the number is not free
+            self.assertFails(self.queue.put, 1, id="k")
+            self.queue.put(2, id="k")
+            self.assertNotEqual(os.stat(file_of(self.path, "pending")).st_ino, inode)
+        for view in self.views(self.queue):
+            self.assertEqual([job.payload for job in view.jobs()], ["before", 2])
+
+    def test_a_put_that_failed_is_no_job(self):
+        """Without a repetition the failed job is not there."""
+        self.failures = 1
+        self.assertFails(self.queue.put, 1)
+        self.assertFalse(self.failures)
+        for view in self.views(self.queue):
+            self.assertEqual([job.payload for job in view.jobs()], ["before"])
+
+    def test_each_settle_that_failed_can_be_repeated(self):
+        """The job is still leased by the same token, and settles once."""
+        for settle in (
+            lambda job: self.queue.task_done(job, False, "e"),
+            self.queue.release,
+            lambda job: self.queue.bury(job, "x"),
+            self.queue.task_done,
+        ):
+            job = self.queue.get()
+            self.failures = 1
+            self.assertFails(settle, job)
+            self.assertEqual(self.queue.find("b").state, "inflight")
+            settle(job)
+            self.assertRaises(tq.LeaseLostError, settle, job)
+            if self.queue.stats().dead:
+                self.queue.requeue_dead()
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_a_sticky_failure_fails_everything_until_it_ends(self):
+        """Nothing is answered while the files cannot be copied; then all
+        acknowledged jobs are there."""
+        self.failures = 10**6
+        self.assertFails(self.queue.put, 1)
+        for _ in range(3):
+            self.assertFails(self.queue.put, 2)
+            self.assertFails(self.queue.get)
+            self.assertFails(self.queue.task_done, tq.Job("b", 1, token="t"))
+            self.assertFails(self.queue.stats)
+        self.failures = 0
+        self.queue.put(3)
+        for view in self.views(self.queue):
+            self.assertEqual([job.payload for job in view.jobs()], ["before", 3])
+        self.assertEqual([n for n in os.listdir(self.path) if "tmp" in n], [])
+
+    def test_all_waiting_threads_fail_together(self):
+        """Whoever shared the failed sync raises; later puts are one job each."""
+        results, n = [], 6
+
+        def sync(fd):
+            size = len(file_lines(self.path, "pending"))
+            if not results and size <= n:
+                eventually(lambda: len(file_lines(self.path, "pending")) == n + 1)
+                raise OSError(errno.EIO, "Input/output error")
+            self.real(fd)
+
+        def put(k):
+            try:
+                self.queue.put(k, id=f"k{k}")
+                results.append((k, True))
+            except tq.QueueError:
+                results.append((k, False))
+
+        with mock.patch.object(tq, "_sync", sync):
+            self.run_threads(*[lambda k=k: put(k) for k in range(n)])
+        self.assertEqual(len(results), n)
+        want = {f"k{k}" for k, fine in results if fine} | {"b"}
+        for view in self.views(self.queue):
+            self.assertEqual({job.id for job in view.jobs()}, want)
+        self.assertIn(False, [fine for _, fine in results])
+
+    def test_a_failing_directory_sync_is_a_failed_put(self):
+        """The name of a new file is part of the promise."""
+        calls = []
+
+        def fsync(fd):
+            calls.append(fd)
+            if stat.S_ISDIR(os.fstat(fd).st_mode) and len(calls) <= 4:
+                raise OSError(errno.EIO, "Input/output error")
+            os.fsync(fd)
+
+        queue = self.open(name="other", fsync=True)
+        with patched("os", fsync=fsync):
+            for _ in range(4):
+                self.assertFails(queue.put, 1, id="k")
+            queue.put(2, id="k")
+        for view in self.views(queue):
+            self.assertEqual([job.payload for job in view.jobs()], [2])
+
+    def test_a_failure_in_the_compaction_s_first_syncs(self):
+        """compact() raises, nothing is dropped, and the queue heals."""
+        self.queue.put_many(range(3))
+        self.queue.task_done(self.queue.get())
+        for count in (1, 2, 3):
+            self.failures = count
+            try:
+                self.queue.compact()
+            except tq.QueueError:
+                pass
+            self.failures = 0
+            for view in self.views(self.queue):
+                self.assertEqual([job.payload for job in view.jobs()], [0, 1, 2])
+
+
+class FullDiskTest(Case):
+    def fill(self, jobs=100, size=1000):
+        """A queue of waiting jobs on a disk without a free byte."""
+        queue = self.open(backoff=lambda n: 0)
+        for n in range(jobs):
+            queue.put({"n": n, "pad": "x" * size}, id=f"j{n}")
+        disk = FullDisk(self.path, 0)
+        disk.limit = disk.used() + 300
+        return queue, disk
+
+    def test_a_put_fails_and_leaves_no_half_line(self):
+        """A short write is cut back; the error says so; later puts work."""
+        queue, disk = self.fill(5)
+        before = file_bytes(self.path, "pending")
+        with patched("os", write=disk.write):
+            for call in (
+                lambda: queue.put("y" * 1000),
+                lambda: queue.put("y" * 1000, id="new"),
+                lambda: queue.put_many(["y" * 200] * 5),
+            ):
+                with self.assertRaises(tq.QueueError) as caught:
+                    call()
+                self.assertEqual(caught.exception.errno, errno.ENOSPC)
+                self.assertEqual(file_bytes(self.path, "pending"), before)
+                self.assertEqual(len(self.open()), 5)
+        self.assertEqual(disk.refused, 3)
+        queue.put("z", id="new")
+        for view in self.views(queue):
+            self.assertEqual([j.id for j in view.jobs()][4:], ["j4", "new"])
+
+    def test_a_hundred_jobs_can_be_taken_and_settled(self):
+        """The lock file's ballast pays for the leases and the tombstones."""
+        queue, disk = self.fill()
+        with patched("os", write=disk.write):
+            self.assertRaises(tq.QueueError, queue.put, "y" * 1000)
+            for n in range(100):
+                job = queue.get()
+                self.assertEqual(job.id, f"j{n}")
+                queue.task_done(job)
+            self.assertGreater(disk.refused, 1)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_every_settle_may_use_the_ballast(self):
+        """Failures, burials, releases and renewals go on, too."""
+        queue, disk = self.fill(20)
+        with patched("os", write=disk.write):
+            for settle in (
+                queue.release, lambda job: queue.bury(job, "x"), queue.extend,
+                lambda job: queue.task_done(job, False, "e"), queue.task_done,
+            ) * 2:  # fmt: skip
+                settle(queue.get())
+            self.assertEqual(queue.requeue_dead(), 2)
+            self.assertTrue(queue.cancel("j19"))
+        self.assertEqual(self.open().stats()[:4], (15, 0, 2, 0))
+
+    def test_when_the_ballast_is_spent_nothing_is_lost(self):
+        """Then get and settle raise, and go on when there is room again."""
+        queue, disk = self.fill(30, size=30_000)
+        done, leased = [], []
+        with patched("os", write=disk.write):
+            with self.assertRaises(tq.QueueError) as caught:
+                while True:
+                    leased = [queue.get()]
+                    queue.task_done(leased[0], False, "e")
+                    done.append(leased.pop().id)
+            self.assertEqual(caught.exception.errno, errno.ENOSPC)
+        self.assertGreater(len(done), 1)
+        self.assertEqual(len(census(self.path)), 30)
+        for job in leased:
+            queue.task_done(job)
+        self.assertEqual(len(list(iter(queue.get, None))), 30 - len(leased))
+
+    def test_the_ballast_is_laid_again(self):
+        """When there is room, the lock file gets its ballast back."""
+        queue, disk = self.fill()
+        lock = os.path.join(self.path, "default.lock")
+        full = os.path.getsize(lock)
+        self.assertGreaterEqual(full, 256 * 1024)
+        clock = Clock()
+        with clock.patch():
+            with patched("os", write=disk.write):
+                queue.get(), queue.get(), queue.get()
+            self.assertLess(os.path.getsize(lock), full)
+            clock.jump(60.0, mono=60.0)
+            queue.put("x")
+            self.assertGreaterEqual(os.path.getsize(lock), 256 * 1024)
+
+    def test_the_ballast_is_incompressible(self):
+        """Else giving it up would free nothing on a compressing disk."""
+        self.open().put(1)
+        data = pathlib.Path(self.path, "default.lock").read_bytes()
+        self.assertGreater(len(zlib.compress(data)), 250_000)
+
+    def test_a_file_size_limit(self):
+        """RLIMIT_FSIZE: put raises, five jobs are intact, and a later put
+        works when the limit is lifted."""
+        queue = self.open()
+        queue.put_many(range(5))
+        data = file_bytes(self.path, "pending")
+
+        def limited(link):
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(data) + 50, limits[1]))
+            self.assertRaises(tq.QueueError, self.open().put, "x" * 1000)
+            self.assertRaises(tq.QueueError, queue.put, "x" * 1000)
+            self.assertEqual(file_bytes(self.path, "pending"), data)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            queue.put("later")
+            return sorted(os.listdir(self.path))
+
+        names = self.spawn(limited).hear()
+        self.assertEqual([name for name in names if "tmp" in name], [])
+        self.assertDrains(queue, [0, 1, 2, 3, 4, "later"])
+
+
+class ReadOnlyTest(Case):
+    def erofs(self):
+        """Every open for writing fails, as on a read-only mount."""
+
+        def opened(path, flags, *mode, **options):
+            fresh = not os.path.lexists(path)
+            if flags & os.O_CREAT if fresh else flags & (os.O_WRONLY | os.O_RDWR):
+                os.lstat(os.path.dirname(path))
+                refuse(path)
+            return os.open(path, flags, *mode, **options)
+
+        def refuse(path, *_):
+            raise OSError(errno.EROFS, "Read-only file system", path)
+
+        return patched("os", open=opened, mkdir=refuse)
+
+    def check(self, path, payloads):
+        """Inspection works and changes nothing; writers fail clearly."""
+        before = tree(self.dir)
+        queue = self.open(path=path)
+        self.assertEqual([job.payload for job in queue.jobs("pending")], payloads)
+        self.assertEqual(len(queue), len(payloads))
+        self.assertEqual(queue.verify(), [])
+        list(queue.dead_letter())
+        for call in (lambda: queue.put(1), queue.get, lambda: queue.cancel("a")):
+            with self.assertRaises(tq.QueueError) as caught:
+                call()
+            self.assertIn(caught.exception.errno, (errno.EROFS, errno.EACCES))
+        self.assertEqual([job.payload for job in queue.jobs("pending")], payloads)
+        queue.close()
+        self.assertEqual(tree(self.dir), before)
+
+    def test_a_read_only_file_system(self):
+        """jobs(), stats(), len() and verify() work; a put raises EROFS."""
+        queue = self.open(max_retries=0)
+        queue.put_many(["a", "b", "c"])
+        queue.bury(queue.get(), "x")
+        with self.erofs():
+            self.check(self.path, ["b", "c"])
+        os.unlink(os.path.join(self.path, "default.lock"))
+        with self.erofs():
+            self.check(self.path, ["b", "c"])
+
+    def test_a_read_only_directory_without_a_queue(self):
+        """An empty or missing directory reads as an empty queue."""
+        os.makedirs(self.path)
+        with self.erofs():
+            self.check(self.path, [])
+            self.check(os.path.join(self.dir, "missing"), [])
+
+    def test_damage_is_counted_and_left(self):
+        """A damaged line in a read-only tree is counted, and stays."""
+        self.open().put("a")
+        self.write("pending", b"nonsense\n", "ab")
+        before = tree(self.dir)
+        with self.erofs():
+            queue = self.open()
+            for _ in range(3):
+                self.assertEqual(queue.stats()[:5], (1, 0, 0, 0, 1))
+        self.assertEqual(tree(self.dir), before)
+
+    @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
+    def test_a_directory_without_write_permission(self):
+        """Mode 0555 on a real directory is EACCES, and inspection works."""
+        self.open().put_many(["a", "b"])
+        for name in os.listdir(self.path):
+            os.chmod(os.path.join(self.path, name), 0o444)
+        os.chmod(self.path, 0o555)
+        self.addCleanup(os.chmod, self.path, 0o755)
+        self.check(self.path, ["a", "b"])
+
+    def test_an_object_that_looked_first_can_write_later(self):
+        """Once the mount is writable again, the same object puts and gets."""
+        queue = self.open()
+        queue.put("a")
+        looker = self.open()
+        with self.erofs():
+            self.assertEqual(len(looker), 1)
+        looker.put("b")
+        self.assertDrains(looker, ["a", "b"])
+
+
+class ForeignFilesTest(Case):
+    """A symlink, FIFO or directory in a file's place is refused."""
+
+    NAMES = [f"default.{s}.jsonl" for s in STATES] + ["default.lock"]
+
+    def each(self, make):
+        """For each file of a queue: replace it by make(path), then work."""
+        for name in self.NAMES:
+            with self.subTest(name):
+                shutil.rmtree(self.path, True)
+                queue = tq.Queue(self.path, fsync=False)
+                queue.put(1)
+                queue.release(queue.get())
+                fresh = tq.Queue(self.path, fsync=False)
+                file = os.path.join(self.path, name)
+                os.rename(file, os.path.join(self.dir, "moved"))
+                make(file)
+                for tried in (queue, fresh):
+                    with self.assertRaises(tq.QueueError) as caught:
+                        tried.put(2, id="x")
+                        tried.get()
+                    self.assertIn(name, str(caught.exception))
+                yield file
+
+    def test_symlinks(self):
+        """The link stays, its target is not touched, and the error names it."""
+        victim = pathlib.Path(self.dir, "victim")
+        victim.write_bytes(b"precious\n")
+        for file in self.each(lambda file: os.symlink(victim, file)):
+            self.assertTrue(os.path.islink(file))
+            self.assertEqual(victim.read_bytes(), b"precious\n")
+
+    def test_dangling_symlinks(self):
+        """Nothing is created where the link points."""
+        target = os.path.join(self.dir, "target")
+        for _ in self.each(lambda file: os.symlink(target, file)):
+            self.assertFalse(os.path.exists(target))
+
+    def test_fifos(self):
+        """No open hangs for a reader or writer that never comes."""
+        for file in self.each(os.mkfifo):
+            self.assertTrue(stat.S_ISFIFO(os.lstat(file).st_mode))
+
+    def test_directories(self):
+        """A directory is refused, and left."""
+        for file in self.each(os.mkdir):
+            self.assertTrue(os.path.isdir(file))
+
+    def test_a_symlink_for_damage_and_temp_files(self):
+        """NAME.damaged is never followed, nor is a planted temp file."""
+        victim = pathlib.Path(self.dir, "victim")
+        victim.write_bytes(b"precious\n")
+        self.write("pending", b'nonsense\n{"id":"a","payload":"A"}\n')
+        os.symlink(victim, os.path.join(self.path, "default.damaged"))
+        self.assertRaises(tq.QueueError, self.open().get)
+        os.unlink(os.path.join(self.path, "default.damaged"))
+        for state in STATES:
+            os.symlink(victim, file_of(self.path, state) + ".tmp")
+        queue = self.open()
+        self.assertDrains(queue, "A")
+        queue.compact()
+        self.assertEqual(victim.read_bytes(), b"precious\n")
+
+    def test_a_file_in_the_directory_s_place(self):
+        """A queue whose path is a file is a clear error."""
+        pathlib.Path(self.path).write_bytes(b"precious\n")
+        for call in (lambda q: q.put(1), lambda q: q.get(), lambda q: q.stats()):
+            self.assertRaises(tq.QueueError, call, self.open())
+        self.assertEqual(pathlib.Path(self.path).read_bytes(), b"precious\n")
+
+    def test_a_symlinked_directory_is_the_same_queue(self):
+        """Two ways to one directory share the lock and the jobs."""
+        os.mkdir(self.path)
+        link = os.path.join(self.dir, "link")
+        os.symlink(self.path, link)
+
+        def work(chat, path):
+            queue = self.open(path=path)
+            ids = [queue.put(n).id for n in range(50)]
+            return ids
+
+        children = [self.spawn(work, path) for path in (self.path, link)]
+        ids = {id for child in children for id in child.hear()}
+        self.assertEqual({job.id for job in self.open(path=link).jobs()}, ids)
+        self.assertEqual(len(ids), 100)
+
+
+class ReplacedFilesTest(Case):
+    def setUp(self):
+        super().setUp()
+        self.queue = self.open()
+        self.queue.put_many(["a", "b"])
+        self.queue.stats()
+
+    def aside(self, state):
+        os.rename(file_of(self.path, state), os.path.join(self.dir, "aside"))
+
+    def test_pending_moved_aside(self):
+        """The next put goes into the current file, and get returns it."""
+        self.aside("pending")
+        self.queue.put("c")
+        self.assertIn(b'"c"', file_bytes(self.path, "pending"))
+        self.assertDrains(self.queue, ["c"])
+
+    def test_pending_truncated_in_place(self):
+        """There is no hole of NULs, and the new job is delivered."""
+        os.truncate(file_of(self.path, "pending"), 0)
+        self.queue.put("c")
+        self.assertNotIn(b"\0", file_bytes(self.path, "pending"))
+        for view in self.views(self.queue):
+            self.assertEqual([job.payload for job in view.jobs()], ["c"])
+        self.assertDrains(self.queue, ["c"])
+
+    def test_inflight_moved_aside(self):
+        """The lease is gone: a clear error, and the job is pending."""
+        job = self.queue.get()
+        self.aside("inflight")
+        self.assertRaises(tq.LeaseLostError, self.queue.task_done, job)
+        self.assertDrains(self.queue, ["a", "b"])
+
+    def test_pending_emptied_while_a_job_is_inflight(self):
+        """An empty file is an empty list; the job in flight is recovered."""
+        self.queue.get()
+        self.write("pending", b"")
+        queue = self.open()
+        self.assertEqual(queue.stats()[:4], (0, 0, 1, 0))
+        self.assertEqual(queue.reap_stale(0), 1)
+        self.assertDrains(queue, ["a"])
+
+    def test_a_backup_restored_in_place(self):
+        """Same inode, other bytes: a living object reads all anew."""
+        before = file_bytes(self.path, "pending")
+        self.queue.put("c" * 100)
+        self.queue.stats()
+        other = before.replace(b'"b"', b'"B"')
+        lines = [line[: line.rindex(b',"crc"')] + b"}\n" for line in
+                 other.splitlines()]  # fmt: skip
+        self.write("pending", b"".join(lines) + b'{"id":"z","payload":"Z"}\n' * 9)
+        for view in self.views(self.queue):
+            self.assertEqual([job.payload for job in view.jobs()], ["a", "B", "Z"])
+
+    def test_a_blind_put_that_sees_a_new_file_forgets_the_old(self):
+        """A put after another's compaction must not leave an index that reads
+        on in mid-file (I8)."""
+        other = self.open()
+        self.queue.task_done(self.queue.get())
+        other.stats()
+        self.queue.compact()
+        for n in range(3):
+            other.put(n)
+        for view in self.views(other):
+            self.assertEqual([job.payload for job in view.jobs()], ["b", 0, 1, 2])
+            self.assertEqual(view.stats().damaged, 0)
+
+    def test_the_directory_is_removed(self):
+        """A queue whose directory went away starts anew, in the same object."""
+        shutil.rmtree(self.path)
+        self.queue.put("c")
+        self.assertDrains(self.queue, ["c"])
+
+
+class ModesTest(Case):
+    def modes(self):
+        return {
+            stat.S_IMODE(os.stat(os.path.join(self.path, name)).st_mode)
+            for name in os.listdir(self.path)
+        }
+
+    def test_files_follow_the_umask(self):
+        """Data files have the modes that the umask gives; the directory that
+        put makes is private."""
+        umask = os.umask(0o002)
+        self.addCleanup(os.umask, umask)
+        self.open().put(1)
+        self.assertEqual(self.modes(), {0o664})
+        self.assertEqual(stat.S_IMODE(os.stat(self.path).st_mode), 0o700)
+        self.assertEqual(os.umask(0o002), 0o002)
+
+    def test_modes_survive_rewriting(self):
+        """A shared file stays shared after compaction."""
+        queue = self.open()
+        queue.put_many(range(20))
+        queue.release(queue.get())
+        for name in os.listdir(self.path):
+            os.chmod(os.path.join(self.path, name), 0o664)
+        for job in iter(queue.get, None):
+            queue.task_done(job)
+            queue.compact()
+        self.assertEqual(self.modes(), {0o664})
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can be two users")
+    def test_two_users_of_one_group(self):
+        """A queue in a setgid directory can be used by both, in turn."""
+        os.chmod(self.dir, 0o755)
+        os.mkdir(self.path)
+        os.chown(self.path, 0, 4242)
+        os.chmod(self.path, 0o2775)
+
+        def user(link, uid):
+            os.umask(0o002)
+            os.setgroups([])
+            os.setgid(4242)
+            os.setuid(uid)
+            queue = self.open()
+            while (step := link.hear()) is not None:
+                link.tell(eval(step, {"q": queue}))
+
+        one, two = self.spawn(user, 4243), self.spawn(user, 4244)
+        for child, step, want in (
+            (one, "q.put(1).payload", 1), (two, "q.get().payload", 1),
+            (one, "q.get() and 1", None), (two, "q.put(2).payload", 2),
+            (one, "q.compact()", None), (two, "q.put(3).payload", 3),
+            (one, "[j.payload for j in q.get_many(5)]", [2, 3]),
+        ):  # fmt: skip
+            child.tell(step)
+            self.assertEqual(child.hear(), want)
+
+
+class DescriptorsTest(Case):
+    def test_no_operation_leaks_one(self):
+        """Under a limit of 64, thousands of operations keep the number."""
+
+        def work(link):
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+            queue = self.open(max_retries=0)
+            self.round(queue, 20)
+            before = open_fds()
+            self.round(queue, 1000 if DEEP else 300)
+            for _ in range(200):
+                self.assertRaises(TypeError, queue.put, object())
+                other = tq.Queue(self.path, fsync=False)
+                other.put(1)
+                other.task_done(other.get())
+                del other
+            gc.collect()
+            return [before, open_fds()]
+
+        before, after = self.spawn(work).hear()
+        self.assertLessEqual(abs(after - before), 2)
+
+    def round(self, queue, n):
+        for k in range(n):
+            queue.put(k)
+            queue.task_done(queue.get(), success=k % 50 > 0)
+            queue.get()
+            if k % 50 == 0:
+                list(queue.jobs())
+                queue.verify(), queue.stats(), queue.compact()
+
+    def test_no_resource_warning(self):
+        """A queue dropped without close() warns of nothing."""
+        code = (
+            "import sys, gc, tiny_queue as tq\n"
+            "q = tq.Queue(sys.argv[1]); q.put(1); j = q.get(); list(q.jobs())\n"
+            "q.get(timeout=0.01); del q; gc.collect(); del j; gc.collect()\n"
+        )
+        done = run_python(code, self.path, options=("-W", "error", "-X", "dev"))
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_running_out_of_descriptors_is_survived(self):
+        """EMFILE raises a QueueError; when there are some again, it works."""
+        queue = self.open()
+        queue.put(1)
+
+        def none_left(*args, **kwargs):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        fresh = self.open()
+        with patched("os", open=none_left):
+            for call in (fresh.get, lambda: fresh.put(1), fresh.stats):
+                with self.assertRaises(tq.QueueError) as caught:
+                    call()
+                self.assertEqual(caught.exception.errno, errno.EMFILE)
+        self.assertDrains(fresh, [1])
+
+    def test_descriptors_are_not_inherited(self):
+        """Every file that a queue opens closes on exec."""
+        queue, flags = self.open(), []
+
+        def opened(path, flag, *rest, **options):
+            flags.append(flag)
+            return os.open(path, flag, *rest, **options)
+
+        with patched("os", open=opened):
+            queue.put(1)
+            queue.get()
+            queue.compact()
+        for flag in flags:
+            self.assertEqual(flag & os.O_CLOEXEC, os.O_CLOEXEC)
+            self.assertEqual(flag & os.O_NOFOLLOW, os.O_NOFOLLOW)
+            self.assertEqual(flag & os.O_NONBLOCK, os.O_NONBLOCK)
+            self.assertFalse(flag & os.O_TRUNC)
+
+
+# The few primitives that write, sync and replace
+# -----------------------------------------------------------------------------
+
+
+class PrimitivesTest(Case):
+    def test_short_writes_are_continued(self):
+        """A write that the kernel cuts short is completed, byte for byte."""
+        queue = self.open()
+        queue.put("first")
+
+        def write(fd, data):
+            return os.write(fd, bytes(data)[:7])
+
+        with patched("os", write=write):
+            queue.put("x" * 100)
+            queue.task_done(queue.get())
+        self.assertDrains(self.open(), ["x" * 100])
+
+    def test_a_failing_write_is_cut_back(self):
+        """EIO after half a line: the file is what it was, and put raises."""
+        queue = self.open()
+        queue.put("first", id="a")
+        before = file_bytes(self.path, "pending")
+        calls = []
+
+        def write(fd, data):
+            calls.append(data)
+            if len(calls) % 2 == 0:
+                raise OSError(errno.EIO, "Input/output error")
+            return os.write(fd, bytes(data)[:30])
+
+        with patched("os", write=write):
+            for options in ({}, {"id": "b"}):
+                with self.assertRaises(tq.QueueError) as caught:
+                    queue.put("second", **options)
+                self.assertEqual(caught.exception.errno, errno.EIO)
+                self.assertEqual(file_bytes(self.path, "pending"), before)
+        queue.put("second", id="b")
+        self.assertGreater(read_line(file_lines(self.path, "pending")[1])["rev"], 1)
+        self.assertDrains(self.open(), ["first", "second"])
+
+    def test_a_failed_cut_back_is_left_to_the_tail_rule(self):
+        """If truncating fails too, the half line is cut by the next call."""
+        queue = self.open()
+        queue.put("first")
+        calls = []
+
+        def write(fd, data):
+            calls.append(data)
+            if len(calls) == 2:
+                raise OSError(errno.EIO, "Input/output error")
+            return os.write(fd, bytes(data)[:30])
+
+        def ftruncate(fd, size):
+            raise OSError(errno.EIO, "Input/output error")
+
+        with patched("os", write=write, ftruncate=ftruncate):
+            self.assertRaises(tq.QueueError, queue.put, "second")
+        queue.put("third")
+        for view in self.views(queue):
+            self.assertEqual([job.payload for job in view.jobs()], ["first", "third"])
+
+
+# Lock: of the queue, and of its holders' lives
+# -----------------------------------------------------------------------------
+
+
+def hold_lock(link, path):
+    """In a child: hold the flock of a queue until told."""
+    with open(os.path.join(path, "default.lock"), "rb+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        link.tell(os.getpid())
+        link.hear()
+
+
+class LockTest(Case):
+    def test_a_busy_lock_is_waited_for(self):
+        """An operation goes on as soon as the lock is free."""
+        queue = self.open()
+        queue.put(1)
+        child = self.spawn(hold_lock, self.path)
+        child.hear()
+        timer = threading.Timer(0.2, child.tell)
+        timer.start()
+        self.assertEqual(queue.get().payload, 1)
+        timer.join()
+
+    def test_lock_timeout_names_the_file_and_the_holder(self):
+        """LockTimeoutError has path, timeout and pid; so for an object that
+        never had the lock."""
+        old = self.open(lock_timeout=0.1)
+        old.put(1)
+        child = self.spawn(hold_lock, self.path)
+        pid = child.hear()
+        for queue in (old, self.open(lock_timeout=0.1)):
+            start = time.monotonic()
+            with self.assertRaises(tq.LockTimeoutError) as caught:
+                queue.put(2)
+            self.assertLess(time.monotonic() - start, 2.0)
+            error = caught.exception
+            self.assertEqual(error.path, os.path.join(self.path, "default.lock"))
+            self.assertEqual(error.timeout, 0.1)
+            self.assertIn(error.path, str(error))
+            if os.path.exists("/proc/locks"):
+                self.assertEqual(error.pid, pid)
+                self.assertIn(str(pid), str(error))
+        self.assertEqual(len(file_lines(self.path, "pending")), 1)
+        child.tell()
+        child.hear()
+        old.put(2)
+        self.assertDrains(self.open(), [1, 2])
+
+    def test_a_busy_lock_does_not_stretch_with_the_wall_clock(self):
+        """The timeout is measured by the monotonic clock."""
+        queue = self.open(lock_timeout=0.1)
+        queue.put(1)
+        self.spawn(hold_lock, self.path).hear()
+        clock = Clock()
+        clock.jump(-3600.0)
+        with clock.patch():
+            start = time.monotonic()
+            self.assertRaises(tq.LockTimeoutError, queue.put, 2)
+        self.assertLess(time.monotonic() - start, 2.0)
+
+    def test_an_unsupported_flock_names_the_way_out(self):
+        """ENOLCK and its like: a QueueError that names
+        cross_process_lock=False, with nothing written."""
+        for code in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+
+            def flock(fd, flags, code=code):
+                raise OSError(code, os.strerror(code))
+
+            with patched("fcntl", flock=flock):
+                for call in (lambda q: q.put(1), lambda q: q.get()):
+                    with self.assertRaises(tq.QueueError) as caught:
+                        call(self.open())
+                    self.assertIn("cross_process_lock=False", str(caught.exception))
+                    self.assertEqual(caught.exception.errno, code)
+                queue = self.open(cross_process_lock=False)
+                queue.put(1)
+                self.assertDrains(queue, [1])
+            self.assertDrains(self.open(), [])
+
+    def test_no_flock_by_the_environment(self):
+        """TINY_QUEUE_NO_FLOCK=1 is the same as cross_process_lock=False."""
+
+        def flock(fd, flags):
+            raise AssertionError("flock was called")
+
+        with mock.patch.dict(os.environ, TINY_QUEUE_NO_FLOCK="1"):
+            with patched("fcntl", flock=flock):
+                queue = self.open()
+                queue.put(1)
+                self.assertDrains(queue, [1])
+
+    def test_an_interrupted_flock_is_tried_again(self):
+        """EINTR costs nothing."""
+        calls = []
+
+        def flock(fd, flags):
+            calls.append(flags)
+            if len(calls) == 1:
+                raise InterruptedError(errno.EINTR, "Interrupted system call")
+            return fcntl.flock(fd, flags)
+
+        with patched("fcntl", flock=flock):
+            self.open().put(1)
+        self.assertDrains(self.open(), [1])
+
+    def test_a_failing_close_loses_nothing(self):
+        """EIO on closing a file does not undo what was done."""
+
+        def close(fd):
+            os.close(fd)
+            raise OSError(errno.EIO, "Input/output error")
+
+        with patched("os", close=close):
+            with tq.Queue(self.path) as queue:
+                queue.put(1)
+                queue.compact()
+            gc.collect()
+        self.assertDrains(self.open(), [1])
+
+    def test_the_lock_file_stays_one_inode(self):
+        """Eight processes open, use, close and are killed; the lock file is
+        never unlinked or replaced, and a left one blocks nobody."""
+
+        def work(link):
+            for n in range(30):
+                with tq.Queue(self.path, fsync=False) as queue:
+                    queue.put(n)
+                    job = queue.get()
+                    if n == 10:
+                        link.tell()
+                    if job:
+                        queue.task_done(job)
+
+        self.open().put(1)
+        lock = os.path.join(self.path, "default.lock")
+        inode = os.stat(lock).st_ino
+        children = [self.spawn(work) for _ in range(8)]
+        for child in children:
+            child.hear()
+        for child in children[::2]:
+            child.kill()
+        for child in children[1::2]:
+            child.hear()
+        self.assertEqual(os.stat(lock).st_ino, inode)
+        for queue in self.views(self.open()):
+            self.assertEqual(sum(queue.stats()[:4]), len(census(self.path)))
+
+    def test_a_deleted_or_replaced_lock_file(self):
+        """Everybody moves to the new lock file, and nothing is lost."""
+        one, two = self.open(), self.open()
+        one.put(1), two.put(2)
+        lock = os.path.join(self.path, "default.lock")
+        os.unlink(lock)
+        one.put(3)
+        os.unlink(lock)
+        pathlib.Path(lock).write_bytes(b"")
+        self.assertEqual(len(two), 3)
+        child = self.spawn(hold_lock, self.path)
+        child.hear()
+        two._engine._lock.timeout = 0.05
+        self.assertRaises(tq.LockTimeoutError, two.put, 4)
+        child.kill()
+        self.assertDrains(two, [1, 2, 3])
+
+    def test_a_live_lease_after_the_lock_file_was_deleted_is_loud(self):
+        """The proofs of life went with it: the job may be delivered twice,
+        but only one token can settle."""
+        one, two = self.open(), self.open()
+        one.put(1)
+        first = one.get()
+        os.unlink(os.path.join(self.path, "default.lock"))
+        second = two.get()
+        if second:
+            self.assertRaises(tq.LeaseLostError, one.task_done, first)
+            two.task_done(second)
+        else:
+            one.task_done(first)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_emulated_flock_is_refused(self):
+        """Where the holder's byte cannot be locked while the flock is held,
+        flock is byte locks: a network file system, said so."""
+
+        def taken(fd, command, *rest):
+            if command == fcntl.F_OFD_SETLK:
+                raise BlockingIOError(errno.EAGAIN, "taken")
+            return fcntl.fcntl(fd, command, *rest)
+
+        if not hasattr(fcntl, "F_OFD_SETLK"):
+            self.skipTest("no open-file-description locks here")
+        self.open().put(1)
+        with patched("fcntl", fcntl=taken):
+            with self.assertRaisesRegex(tq.QueueError, "network file system"):
+                self.open().get()
+        self.assertEqual(self.open().get().payload, 1)
+
+
+@unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "proofs of life need Linux")
+class HolderTest(Case):
+    """The kernel says who is alive."""
+
+    def holder(self, link, n=1, **options):
+        """In a child: lease n jobs, tell their ids, then do as told."""
+        queue = self.open(**options)
+        jobs = queue.get_many(n)
+        link.tell([job.id for job in jobs])
+        while (step := link.hear()) is not None:
+            try:
+                link.tell(eval(step, {"queue": queue, "jobs": jobs, "tq": tq}))
+            except tq.QueueError as exc:
+                link.tell(type(exc).__name__)
+
+    def leased_elsewhere(self, **options):
+        queue = self.open()
+        queue.put("x", id="a")
+        child = self.spawn(self.holder, 1, *options)
+        self.assertEqual(child.hear(), ["a"])
+        return queue, child
+
+    def test_a_killed_holder_s_job_is_back_at_the_next_get(self):
+        """With nothing else due, any process's next get has it, counted."""
+        queue, child = self.leased_elsewhere()
+        other = self.open()
+        for view in (queue, other):
+            self.assertIsNone(view.get())
+        child.kill()
+        job = other.get()
+        self.assertEqual((job.id, job.attempts), ("a", 2))
+        self.assertIn("holder died", job.last_error)
+        self.assertIsNone(queue.get())
+        other.task_done(job)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_a_waiting_get_notices_within_about_a_second(self):
+        """The tick of an idle get asks the kernel at least once a second."""
+        queue, child = self.leased_elsewhere()
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append((queue.get(PATIENCE), time.monotonic()))
+        )
+        thread.start()
+        child.kill()
+        killed = time.monotonic()
+        thread.join(PATIENCE)
+        job, when = found[0]
+        self.assertEqual(job.id, "a")
+        self.assertLess(when - killed, 2.0)
+
+    def test_on_a_busy_queue_it_is_back_within_a_second(self):
+        """Ready jobs do not hide it: asked once a second, it goes ahead of
+        others of its priority."""
+        queue, child = self.leased_elsewhere()
+        queue.put_many(range(5))
+        clock = Clock()
+        with clock.patch():
+            self.assertEqual(queue.get().payload, 0)
+            child.kill()
+            clock.jump(1.0, mono=1.0)
+            self.assertEqual(queue.get().id, "a")
+            self.assertEqual(queue.get().payload, 1)
+
+    def test_a_busy_queue_does_not_wait_for_its_end(self):
+        """The same with the real clock: while jobs are taken all the time."""
+        queue, child = self.leased_elsewhere()
+        child.kill()
+        start = time.monotonic()
+        while time.monotonic() - start < 5.0:
+            queue.put("busy")
+            job = queue.get()
+            queue.task_done(job)
+            if job.id == "a":
+                break
+        self.assertLess(time.monotonic() - start, 2.0)
+
+    def test_a_dead_holder_s_job_of_low_priority_waits_its_turn(self):
+        """Ahead of others of its priority, not of higher ones."""
+        queue, child = self.leased_elsewhere()
+        queue.put("high", priority=1)
+        queue.put("same")
+        child.kill()
+        order = [job.payload for job in iter(queue.get, None)]
+        self.assertLess(order.index("high"), order.index("x"))
+        self.assertEqual(sorted(order), ["high", "same", "x"])
+
+    def test_a_live_holder_keeps_its_job_however_the_wall_clock_jumps(self):
+        """Leases of the living are judged by the monotonic clock."""
+        queue, child = self.leased_elsewhere()
+        for jump in (3600.0, -7200.0, 3.2e8, -6.4e8):
+            clock = Clock()
+            clock.jump(jump)
+            with clock.patch():
+                for view in self.views(queue):
+                    self.assertIsNone(view.get())
+                    self.assertEqual(view.reap_stale(), 0)
+        child.tell("queue.task_done(jobs[0])")
+        self.assertIsNone(child.hear())
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_a_jump_makes_no_lease_immortal(self):
+        """A lease taken before the clock was set back still ends in time."""
+        queue, _ = self.leased_elsewhere()
+        clock = Clock()
+        clock.jump(-3.2e8, mono=301.0)
+        with clock.patch():
+            self.assertEqual(queue.get().id, "a")
+
+    def test_a_stopped_holder_loses_the_lease_at_its_deadline(self):
+        """SIGSTOP: another gets the job; the late task_done raises."""
+        queue = self.open()
+        queue.put("x", id="a")
+        child = self.spawn(self.stoppable)
+        child.hear()
+        child.kill(signal.SIGSTOP)
+        start = time.monotonic()
+        job = queue.get(timeout=PATIENCE)
+        self.assertGreater(time.monotonic() - start, 0.2)
+        self.assertEqual((job.id, job.attempts), ("a", 2))
+        child.kill(signal.SIGCONT)
+        child.tell()
+        self.assertEqual(child.hear(), "LeaseLostError")
+        queue.task_done(job)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def stoppable(self, link):
+        queue = self.open()
+        job = queue.get(lease_timeout=0.5)
+        link.tell()
+        link.hear()
+        try:
+            queue.task_done(job)
+        except tq.LeaseLostError as exc:
+            return type(exc).__name__
+
+    def test_a_poison_job_reaches_dead(self):
+        """Each delivery kills its process: at once again the first time, then
+        after the backoff, then dead, saying that the holder died."""
+        clock = Clock(at=1e9)
+        with clock.patch():
+            queue = self.open(backoff=lambda n: n * 100)
+            queue.put("poison", id="a", max_retries=2)
+            for attempt in (1, 2, 3):
+                job = self.deliver_and_die()
+                self.assertEqual(job, ["a"])
+                self.assertIsNone(queue.get()) if attempt > 1 else None
+                stats = queue.stats()[:4]
+                want = {1: (0, 0, 1, 0), 2: (1, 1, 0, 0), 3: (0, 0, 0, 1)}
+                self.assertEqual(stats, want[attempt])
+                if attempt == 2:
+                    self.assertEqual(queue.find("a").run_at, 1e9 + 200)
+                    clock.jump(200.0)
+        for view in self.views(queue):
+            job = view.find("a")
+            self.assertEqual((job.state, job.attempts), ("dead", 3))
+            self.assertIn("holder died", job.last_error)
+
+    def deliver_and_die(self):
+        child = self.spawn(self.holder)
+        ids = child.hear()
+        child.kill()
+        return ids
+
+    def test_a_good_job_behind_a_poison_one_completes(self):
+        """A supervisor that restarts its killed worker sees each poison
+        delivery once, and the good job done."""
+        queue = self.open(backoff=lambda n: 0)
+        queue.put("poison", id="p", max_retries=2)
+        queue.put("good", id="g")
+        started = []
+        for _ in range(10):
+            child = self.spawn(self.worker)
+            try:
+                while True:
+                    started.append(child.hear())
+            except EOFError:
+                child.wait()
+            if started[-1] is None:
+                break
+        self.assertEqual(started.count("p"), 3)
+        self.assertEqual(started.count("g"), 1)
+        self.assertEqual(self.open().find("p").state, "dead")
+
+    def worker(self, link):
+        queue = self.open(backoff=lambda n: 0)
+        for job in iter(queue.get, None):
+            link.tell(job.id)
+            if job.payload == "poison":
+                os.kill(os.getpid(), signal.SIGKILL)
+            queue.task_done(job)
+
+    def test_reap_takes_back_what_a_dead_holder_had(self):
+        """reap_stale() at once, for any age; many reapers count each once."""
+        queue = self.open()
+        queue.put_many(range(5))
+        child = self.spawn(self.holder, 5)
+        child.hear()
+        self.assertEqual(queue.reap_stale(1000.0), 0)
+        child.kill()
+        reapers = [
+            self.spawn(lambda link: self.open().reap_stale(1000.0)) for _ in range(4)
+        ]
+        self.assertEqual(sum(child.hear() for child in reapers), 5)
+        for view in self.views(queue):
+            jobs = list(view.jobs("pending"))
+            self.assertEqual([job.attempts for job in jobs], [1] * 5)
+
+    def test_a_dead_holder_s_jobs_survive_a_restart_of_everybody(self):
+        """A process that starts after the death has them at its first get."""
+        queue = self.open()
+        queue.put_many(range(3))
+        child = self.spawn(self.holder, 3)
+        child.hear()
+        queue.close()
+        child.kill()
+        self.assertEqual(len(self.open().get_many(5)), 3)
+
+    def test_a_queue_out_of_scope_keeps_its_jobs(self):
+        """A held Job keeps the proof of life of a collected Queue."""
+        other = self.open()
+        other.put(1)
+        queue = tq.Queue(self.path, fsync=False)
+        job = queue.get()
+        del queue
+        gc.collect()
+        self.assertIsNone(other.get())
+        other.task_done(job)
+        other.put(2)
+        queue = tq.Queue(self.path, fsync=False)
+        job = queue.get()
+        del queue, job
+        gc.collect()
+        self.assertEqual(other.get().payload, 2)
+
+    def test_a_handler_that_forks_leaves_no_proof_of_life(self):
+        """A grandchild that lives on does not keep its dead parent's job."""
+        queue = self.open()
+        queue.put("x", id="a")
+        child = self.spawn(self.forker)
+        grandchild = child.hear()
+        self.addCleanup(os.kill, grandchild, signal.SIGKILL)
+        child.kill()
+        self.assertEqual(queue.get().id, "a")
+
+    def forker(self, link):
+        queue = self.open()
+        job = queue.get()
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        link.tell(pid)
+        link.hear()
+        queue.task_done(job)
+
+    def test_extend_keeps_the_lease_and_the_proof(self):
+        """A renewed lease lasts from now, and still ends with its holder."""
+        queue, child = self.leased_elsewhere()
+        child.tell("queue.extend(jobs[0], 1000).attempts")
+        self.assertEqual(child.hear(), 1)
+        clock = Clock()
+        clock.jump(mono=500.0)
+        with clock.patch():
+            self.assertIsNone(queue.get())
+            child.kill()
+            self.assertEqual(queue.get().id, "a")
+
+    def test_without_proofs_the_wall_clock_decides(self):
+        """cross_process_lock=False: a lease ends at its deadline, and one that
+        would end later than now + its length is over."""
+        for jump in (301.0, -400.0):
+            clock = Clock(at=1e9)
+            with clock.patch():
+                queue = self.open(name=f"q{jump < 0:d}", cross_process_lock=False)
+                queue.put(1)
+                self.assertTrue(queue.get())
+                self.assertIsNone(queue.get())
+                clock.jump(jump)
+                self.assertEqual(queue.get().attempts, 2)
+
+
+class ThreadsTest(Case):
+    def setUp(self):
+        super().setUp()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        self.addCleanup(sys.setswitchinterval, interval)
+
+    def test_no_job_is_claimed_twice(self):
+        """16 threads on one object and 16 on another take 500 jobs."""
+        queues, taken = [self.open(), self.open()], []
+        queues[0].put_many(range(500))
+
+        def take(queue):
+            for job in iter(queue.get, None):
+                taken.append(job.payload)
+                queue.task_done(job)
+
+        self.run_threads(*[lambda q=q: take(q) for q in queues for _ in range(16)])
+        self.assertEqual(sorted(taken), list(range(500)))
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_everything_at_once_on_one_object(self):
+        """Puts, gets, settles, views and compactions by 16 threads conserve
+        every job."""
+        queue, done = self.open(backoff=lambda n: 0), []
+
+        def put(k):
+            return [queue.put([k, n], id=f"{k}-{n}") for n in range(20)]
+
+        def take(seed):
+            odds = random.Random(SEED + seed)
+            while len(done) < 120:
+                job = queue.get(timeout=0.05)
+                if job and odds.random() < 0.2:
+                    queue.release(queue.extend(job))
+                elif job:
+                    queue.task_done(job)
+                    done.append(job.id)
+
+        def look():
+            while len(done) < 120:
+                self.assertGreaterEqual(min(queue.stats()[:4]), 0)
+                queue.compact() or list(queue.jobs(limit=5))
+
+        works = [lambda k=k: put(k) for k in range(6)] + [look, look]
+        self.run_threads(*works, *[lambda k=k: take(k) for k in range(8)])
+        self.assertEqual(len(set(done)), 120)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_durable_puts_of_many_threads(self):
+        """With fsync, each of 8 threads' puts is one job."""
+        queue = self.open(fsync=True)
+        self.run_threads(*[lambda: [queue.put(n) for n in range(20)]] * 8)
+        self.assertEqual(len(self.open()), 160)
+
+
+class ProcessesTest(Case):
+    def test_forked_children_on_one_inherited_object(self):
+        """Parent and four children put 50 each through the same object, and
+        take them all, each once."""
+        queue = self.open()
+        queue.put("warm")
+        queue.task_done(queue.get())
+        held = queue.put("held") and queue.get()
+
+        def work(link):
+            ids = [queue.put(n).id for n in range(50)]
+            link.tell(ids)
+            link.hear()
+            return [queue.task_done(job) or job.id for job in iter(queue.get, None)]
+
+        children = [self.spawn(work) for _ in range(4)]
+        put = [queue.put(n).id for n in range(50)]
+        put += [id for child in children for id in child.hear()]
+        self.assertEqual((len(put), len(set(put))), (250, 250))
+        for child in children:
+            child.tell()
+        taken = [id for child in children for id in child.hear()]
+        self.assertEqual(sorted(taken), sorted(put))
+        queue.task_done(held)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_four_putting_and_four_getting(self):
+        """Long-lived objects in eight processes handle 200 jobs once each."""
+        n = 500 if DEEP else 50
+
+        def putter(link, k):
+            queue = self.open()
+            return [queue.put(i, id=f"{k}-{i}").id for i in range(n)]
+
+        def getter(link):
+            queue, ids = self.open(), []
+            while (job := queue.get(timeout=1.0)) is not None:
+                ids.append(job.id)
+                queue.task_done(job)
+            return ids
+
+        getters = [self.spawn(getter) for _ in range(4)]
+        putters = [self.spawn(putter, k) for k in range(4)]
+        put = [id for child in putters for id in child.hear()]
+        got = [id for child in getters for id in child.hear()]
+        self.assertEqual(sorted(got), sorted(put))
+        self.assertEqual(len(put), 4 * n)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_everybody_starts_at_once_on_an_empty_place(self):
+        """Ten processes open a missing nested directory and wait; one job
+        goes to exactly one of them."""
+        self.path = os.path.join(self.dir, "a", "b", "jobs")
+
+        def starter(link):
+            link.hear()
+            queue = self.open()
+            job = queue.get(timeout=1.5)
+            if job:
+                queue.task_done(job)
+            return job and job.payload
+
+        children = [self.spawn(starter) for _ in range(10)]
+        for child in children:
+            child.tell()
+        self.open().put("one")
+        found = [child.hear() for child in children]
+        self.assertEqual([payload for payload in found if payload], ["one"])
+
+    def test_what_put_returned_survives_a_kill(self):
+        """A putting child is killed at a random moment: every id that it told
+        is pending, at most one more, and no line is torn for a reader."""
+
+        def putter(link, fsync):
+            queue = self.open(fsync=fsync)
+            while True:
+                link.tell(queue.put("x" * 50).id)
+
+        rng, told = random.Random(SEED), set()
+        for n in range(60 if DEEP else 12):
+            child = self.spawn(putter, n % 2 == 0)
+            for _ in range(rng.randrange(1, 40)):
+                told.add(child.hear())
+            child.kill()
+            try:
+                while True:
+                    told.add(child.hear())
+            except (EOFError, ValueError):
+                pass
+            found = {job.id for job in self.open().jobs()}
+            self.assertLessEqual(told, found)
+            self.assertLessEqual(len(found - told), n + 1)
+        self.assertEqual(self.open().verify(), [])
+
+    def test_a_killed_taker_loses_no_job(self):
+        """Takers are killed in mid-work; every job is done in the end, and
+        none that was done comes back."""
+        queue = self.open(max_retries=1000)
+        queue.put_many(range(200), ids=[f"j{n}" for n in range(200)])
+
+        def taker(link):
+            mine = self.open(max_retries=1000)
+            while job := mine.get():
+                mine.task_done(job)
+                link.tell(job.id)
+
+        done, rng = set(), random.Random(SEED)
+        for _ in range(6):
+            child = self.spawn(taker)
+            for _ in range(rng.randrange(1, 20)):
+                done.add(child.hear())
+            child.kill()
+        left = {job.id for job in iter(queue.get, None)}
+        self.assertFalse(left & done)
+        self.assertGreaterEqual(len(left) + len(done), 200 - 6 * 20)
+        self.assertEqual({job.id for job in self.open().jobs()}, left)
+
+    def test_a_child_s_normal_exit_does_not_unlock_the_parent(self):
+        """While the parent is inside an operation, a forked child ends; a
+        contender still waits for the parent."""
+        queue, inside = self.open(), threading.Event()
+        queue.put(0)
+        go = threading.Event()
+
+        def slow(fd, data):
+            inside.set()
+            go.wait(PATIENCE)
+            return os.write(fd, data)
+
+        with patched("os", write=slow):
+            thread = threading.Thread(target=queue.put, args=("parent",))
+            thread.start()
+            inside.wait(PATIENCE)
+        code = "import sys, tiny_queue as q; q.Queue(sys.argv[1]).put('other')"
+        self.spawn(lambda link: None).hear()
+        contender = subprocess.Popen(
+            [sys.executable, "-c", code, self.path],
+            env={**os.environ, "PYTHONPATH": ROOT},
+        )
+        with self.assertRaises(subprocess.TimeoutExpired):
+            contender.wait(0.5)
+        go.set()
+        thread.join(PATIENCE)
+        self.assertEqual(contender.wait(PATIENCE), 0)
+        self.assertDrains(self.open(), [0, "parent", "other"])
+
+    def test_a_spawned_program_does_not_keep_the_lock(self):
+        """A long-lived child started with close_fds=False, while threads use
+        the queue, holds nobody up."""
+        queue = self.open(lock_timeout=5.0)
+        queue.put(1)
+        job = queue.get()
+        program = subprocess.Popen(
+            [sys.executable, "-c", "import sys; sys.stdin.read()"],
+            stdin=subprocess.PIPE,
+            close_fds=False,
+        )
+        self.addCleanup(program.wait)
+        self.addCleanup(program.stdin.close)
+        start = time.monotonic()
+        self.spawn(lambda link: self.open().put(2).payload).hear()
+        queue.task_done(job)
+        self.assertLess(time.monotonic() - start, 1.0)
+        queue.close()
+        self.assertDrains(self.open(), [2])
+
+    def test_forking_while_threads_use_the_queue(self):
+        """A child forked at any moment of the parent's threads can put."""
+        queue, stop = self.open(), threading.Event()
+
+        def work():
+            while not stop.is_set():
+                queue.put("parent")
+                queue.task_done(queue.get())
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for n in range(10):
+                child = self.spawn(lambda link, n=n: queue.put("child", id=f"c{n}").id)
+                self.assertEqual(child.hear(), f"c{n}")
+                child.end()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(PATIENCE)
+        self.assertEqual(queue.verify(), [])
+
+
+# Repository
+# =============================================================================
+
+
+class StyleTest(Case):
+    """The rules of the house that a program can check."""
+
+    source = pathlib.Path(tq.__file__).read_text("utf-8")
+
+    def functions(self, tree=None):
+        for node in ast.walk(tree or ast.parse(self.source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield node
+
+    def code_lines(self, node, source=None):
+        """A node's lines that hold code: no docstring, comment or blank."""
+        lines = (source or self.source).splitlines()
+        skip = set()
+        for part in ast.walk(node):
+            if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
+                skip.update(range(part.lineno, part.end_lineno + 1))
+        return sum(
+            n not in skip and lines[n - 1].strip()[:1] not in ("", "#")
+            for n in range(node.lineno, node.end_lineno + 1)
+        )
+
+    def test_functions_are_short(self):
+        """Median 8 lines of code, nine in ten at most 25, none over 40."""
+        sizes = {
+            f"{node.name}:{node.lineno}": self.code_lines(node)
+            for node in self.functions()
+        }
+        long = {k: n for k, n in sizes.items() if n > 40 and "parser" not in k}
+        self.assertEqual(long, {})
+        ordered = sorted(sizes.values())
+        self.assertLessEqual(ordered[len(ordered) // 2], 10)
+        self.assertLessEqual(ordered[len(ordered) * 9 // 10], 25)
+
+    def test_classes_are_not_long(self):
+        """No class is over 350 lines."""
+        sizes = {
+            node.name: node.end_lineno - node.lineno + 1
+            for node in ast.walk(ast.parse(self.source))
+            if isinstance(node, ast.ClassDef)
+        }
+        self.assertEqual({k: n for k, n in sizes.items() if n > 350}, {})
+
+    def test_nothing_outside_the_standard_library(self):
+        """Every import, lazy ones included, is found without site-packages."""
+        names = set()
+        for node in ast.walk(ast.parse(self.source)):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+        names -= {"msvcrt"}
+        code = (
+            "import importlib.util as u, sys; sys.path = [p for p in sys.path if p];"
+            "print([n for n in sys.argv[1:] if not u.find_spec(n)])"
+        )
+        done = run_python(code, *sorted(names), options=("-S", "-I"))
+        self.assertEqual(done.stdout.strip(), "[]", done.stderr)
+
+    def test_who_may_touch_what(self):
+        """Queue and Job know nothing of the system; the engine asks no
+        backoff; only the lock's part knows fcntl and msvcrt."""
+        for name, banned in (
+            ("Queue", {"os", "fcntl", "msvcrt", "socket", "stat"}),
+            ("Job", {"os", "fcntl", "time", "json"}),
+        ):
+            used = {n.id for n in ast.walk(class_node(name)) if isinstance(n, ast.Name)}
+            self.assertFalse(used & banned, name)
+        engine = {getattr(n, "attr", None) for n in ast.walk(class_node("_FileEngine"))}
+        self.assertFalse(engine & {"backoff", "_backoff", "flock", "fcntl"})
+
+    def test_only_the_primitives_write_sync_and_replace(self):
+        """os.write, fsync, fdatasync, replace and unlink each have one home."""
+        homes = {
+            "write": {"_write"}, "fsync": {"_sync", "_sync_path"},
+            "fdatasync": {"_sync"}, "replace": {"_replace"}, "rename": set(),
+            "unlink": {"_unlink"}, "remove": set(), "rmdir": set(),
+        }  # fmt: skip
+        tree = ast.parse(self.source)
+        for function in self.functions(tree):
+            for node in ast.walk(function):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id == "os"
+                    and function.name not in homes.get(node.attr, {function.name})
+                ):
+                    self.fail(f"os.{node.attr} in {function.name}:{node.lineno}")
+
+    def test_system_calls_are_written_by_module(self):
+        """No open(), no `from os import`: tests can put a disk under it."""
+        for node in ast.walk(ast.parse(self.source)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                self.assertNotIn(node.func.id, ("open", "exec", "eval"), node.lineno)
+            if isinstance(node, ast.ImportFrom):
+                self.assertNotIn(node.module, ("os", "time", "fcntl"))
+
+    def banners(self, source, rule):
+        return re.findall(rf"(?m)^# (.+)\n# {rule}{{77}}$", source)
+
+    def test_banners(self):
+        """Sections stand under 79-column banners, in the order of the design;
+        the tests repeat those that they cover in that order."""
+        found = self.banners(self.source, "=")
+        want = ["Constants and errors", "Jobs", "Queue", "Worker", "Engine contract"]
+        want.append("File engine")
+        self.assertEqual([name for name in found if name in want], want)
+        self.assertEqual(re.findall(r"(?m)^# [-=]{5,}$", self.source), [
+            "# " + mark * 77
+            for mark in re.findall(r"(?m)^# ([-=])[-=]{4,}$", self.source)
+        ])  # fmt: skip
+        mine = pathlib.Path(__file__).read_text("utf-8")
+        for rule in "=-":
+            theirs = self.banners(self.source, rule)
+            repeated = [name for name in self.banners(mine, rule) if name in theirs]
+            order = [name for name in theirs if name in repeated]
+            self.assertEqual(repeated, order)
+            self.assertGreaterEqual(len(repeated), 4)
+
+    def test_docstrings_and_comments(self):
+        """First lines of docstrings fit 72 columns; public names have one; no
+        TODO is left."""
+        for node in ast.walk(ast.parse(self.source)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
+                first = (ast.get_docstring(node) or "").split("\n")[0]
+                self.assertLessEqual(len(first), 72, first)
+        for name in tq.__all__:
+            self.assertTrue(getattr(tq, name).__doc__, name)
+        for name, member in vars(tq.Queue).items():
+            if not name.startswith("_") and callable(member):
+                self.assertTrue(member.__doc__, name)
+        self.assertNotRegex(self.source, r"TODO|FIXME|XXX")
+
+    def test_public_names(self):
+        """__all__ is sorted, complete and importable."""
+        self.assertEqual(sorted(tq.__all__), list(tq.__all__))
+        public = {
+            name
+            for name, value in vars(tq).items()
+            if name[0] != "_" and getattr(value, "__module__", "") == "tiny_queue"
+        }
+        self.assertEqual(public - {"main", "Backoff", "StrPath"}, set(tq.__all__))
+
+    def test_the_import_is_light(self):
+        """argparse, signal, ctypes, asyncio and logging are not imported."""
+        code = (
+            "import sys; old = set(sys.modules); import tiny_queue;"
+            "print(sorted({'argparse', 'signal', 'ctypes', 'asyncio', 'logging',"
+            " 'socket', 'subprocess'} & (set(sys.modules) - old)))"
+        )
+        done = run_python(code)
+        self.assertEqual(done.stdout.strip(), "[]", done.stderr)
+
+    def test_import_works_without_fcntl(self):
+        """On Windows there is none."""
+        code = "import sys; sys.modules['fcntl'] = None; import tiny_queue"
+        done = run_python(code)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_these_tests_keep_the_rules_too(self):
+        """Every test has a docstring of one sentence and under 25 lines."""
+        source = pathlib.Path(__file__).read_text("utf-8")
+        for node in self.functions(ast.parse(source)):
+            if node.name.startswith("test_"):
+                text = ast.get_docstring(node)
+                self.assertTrue(text, node.name)
+                self.assertTrue(text.rstrip().endswith("."), node.name)
+                self.assertLess(self.code_lines(node, source), 25, node.name)
+
+
+class ReadmeTest(Case):
+    def test_every_python_block_runs(self):
+        """The README's code works as it stands, in an empty directory."""
+        file = pathlib.Path(ROOT, "README.md")
+        self.assertTrue(file.exists(), "there is no README.md")
+        blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", file.read_text("utf-8"))
+        self.assertTrue(blocks, "README.md has no python block")
+        for n, block in enumerate(blocks, 1):
+            with self.subTest(block=n):
+                folder = os.path.join(self.dir, f"block{n}")
+                os.mkdir(folder)
+                done = run_python(block, cwd=folder, timeout=30)
+                self.assertEqual(done.returncode, 0, block + done.stderr)
+
+
+class ExamplesTest(Case):
+    ARGUMENTS = {"quickstart.py": ["input"], "latency.py": ["0.2"]}
+
+    def test_every_example_runs(self):
+        """Each script in examples/ ends with status 0; the quickstart hashes a
+        small directory."""
+        folder = os.path.join(self.dir, "input")
+        os.mkdir(folder)
+        for n in range(12):
+            pathlib.Path(folder, f"file{n}").write_bytes(b"x" * n * 1000)
+        scripts = sorted(pathlib.Path(ROOT, "examples").glob("*.py"))
+        self.assertTrue(scripts, "there are no examples")
+        for script in scripts:
+            with self.subTest(script.name):
+                done = subprocess.run(
+                    [sys.executable, str(script), *self.ARGUMENTS.get(script.name, [])],
+                    cwd=self.dir,
+                    env={**os.environ, "PYTHONPATH": ROOT},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    encoding="utf-8",
+                    timeout=60,
+                )
+                self.assertEqual(done.returncode, 0, done.stdout[-2000:])
+
+
+if __name__ == "__main__":
+    unittest.main()
