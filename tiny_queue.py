@@ -3597,7 +3597,11 @@ class _FileLock:
         if self.mine():
             if self._flocked:
                 if self.shared and self._file is not None:
-                    _unlock(self._file.fd)
+                    try:
+                        _unlock(self._file.fd)
+                    except OSError:
+                        self._file.close()  # that unlocks too
+                        self._file = None
                 self._flocked = False
             self._mutex.release()
 
