@@ -1383,6 +1383,8 @@ class _FileCore(_Engine):
                     self._index.discard()
                 return body(*args)
             finally:
+                if self._store.sick:
+                    self._heal()
                 if _WINDOWS:
                     self._store.let_go()
                 lock.release()
@@ -1390,6 +1392,25 @@ class _FileCore(_Engine):
             raise self._refused(exc) from exc
         finally:
             lock.release()
+
+    def _heal(self) -> None:
+        """Repair at once after a sync that failed under the lock, before
+        another process can acknowledge anything; else at the next call."""
+        self._index.discard()
+        try:
+            self._store.rescue()
+        except OSError as exc:
+            _log().error("queue %r is not repaired yet: %s", self.path, exc)
+
+    def _commit(self, *tickets: _Ticket | None) -> None:
+        try:
+            self._store.commit(*tickets)
+        except QueueError:
+            try:
+                self._locked(lambda: None)  # which repairs first
+            except QueueError as exc:
+                _log().error("queue %r is not repaired yet: %s", self.path, exc)
+            raise
 
     def _refused(self, exc: OSError) -> QueueError:
         path = exc.filename or self.path
@@ -1438,10 +1459,13 @@ class _FileCore(_Engine):
     def _catch_up(self) -> bool:
         """Read what others wrote; False if that is too much for the lock."""
         index, store = self._index, self._store
+        size = 0
         for data in store.files:
             if store.look(data) or data.size < index.read[data.file]:
                 index.discard()
-        unread = sum(data.size - index.read[data.file] for data in store.files)
+            size += data.size
+        read = index.read
+        unread = size - (read[0] + read[1] + read[2])
         if unread > _READ_AHEAD:
             return False
         index.loaded = True
@@ -1509,8 +1533,7 @@ class _FileCore(_Engine):
                 store.sync_directory()
             if index.read[file] != index.live_of[file]:
                 data = store.files[file]
-                store.rewrite(data, index.rewritten(file, data.bytes_at))
-                mark = data.bytes_at(max(0, data.size - 32), min(32, data.size))
+                mark = store.rewrite(data, index.rewritten(file, data.bytes_at))
                 index.move(file, data.size, mark)
         index.drop_done()
         self._compact_above = _MIB
@@ -1518,9 +1541,10 @@ class _FileCore(_Engine):
     def _compact_if_due(self) -> None:
         """Rewriting stays a constant share of each operation's cost."""
         index = self._index
-        enough = max(self._compact_above, index.live_bytes)
-        if index.superseded > enough and not self._store.readonly:
-            self._try_compact()
+        superseded = index.superseded
+        if superseded > self._compact_above and superseded > index.live_bytes:
+            if not self._store.readonly:
+                self._try_compact()
 
     def _try_compact(self) -> None:
         """Compact unasked: a failure costs nothing but space."""
@@ -1631,7 +1655,7 @@ class _FileLeases(_FileCore):
         else:
             jobs, ticket = self._transact(self._insert, new, exist_ok)
         if ticket is not None:
-            self._store.commit(ticket)
+            self._commit(ticket)
         if isinstance(jobs, DuplicateJobError):
             try:
                 raise jobs
@@ -1896,7 +1920,7 @@ class _FileLeases(_FileCore):
         if not verdicts:
             return 0
         count, tickets = self._transact(self._give_back, verdicts)
-        self._store.commit(*tickets)
+        self._commit(*tickets)
         return cast(int, count)
 
     def _give_back(
@@ -1938,7 +1962,7 @@ class _FileEngine(_FileLeases):
         counted: bool = True,
     ) -> None:
         settle = getattr(self, f"_settle_{outcome}")
-        self._store.commit(self._transact(settle, job, delay, error, counted))
+        self._commit(self._transact(settle, job, delay, error, counted))
 
     def _settle_done(self, job: Job, *_: object) -> _Ticket | None:
         key = _key(job.id)
@@ -2102,7 +2126,7 @@ class _FileEngine(_FileLeases):
     def _change_many(self, make: Callable[..., Iterator[_Change]], *args: Any) -> int:
         """Append many single changes, in writes of bounded size."""
         count, tickets = self._transact(self._changes, make, args)
-        self._store.commit(*tickets)
+        self._commit(*tickets)
         return cast(int, count)
 
     def _changes(
@@ -2508,9 +2532,6 @@ def _is_open(line: bytes) -> bool:
     return seal is not None and seal[1] == b"+"
 
 
-_UNUSUAL = re.compile(rb'"crc":"\+|"lines":|\A\xef\xbb\xbf')
-
-
 def _plain(line: bytes) -> bytes:
     """A line without the marks of its write, which count at the tail only."""
     line = line.removeprefix(_BOM)
@@ -2600,11 +2621,12 @@ class _Index:
 
     @property
     def live_bytes(self) -> int:
-        return sum(self.live_of)
+        return self.live_of[0] + self.live_of[1] + self.live_of[2]
 
     @property
     def superseded(self) -> int:
-        return sum(self.read) - sum(self.live_of)
+        read = self.read
+        return read[0] + read[1] + read[2] - self.live_bytes
 
     def next_rev(self, key: bytes) -> int:
         """A rev never used before (I3)."""
@@ -2795,7 +2817,7 @@ class _Index:
             start, end = group[0][0] >> 64, group[-1][0]
             block = read(start, (end >> 64) + (end >> 32 & _MASK) - start)
             lengths = [entry >> 32 & _MASK for entry, _ in group]
-            if _UNUSUAL.search(block):
+            if b'"crc":"+' in block or b'"lines":' in block or block[:3] == _BOM:
                 lines = [_plain(line + b"\n") for line in block[:-1].split(b"\n")]
                 block, lengths = b"".join(lines), [len(line) for line in lines]
             for (entry, key), length in zip(group, lengths):
@@ -3137,7 +3159,7 @@ class _Store:
         self.readonly = False
         self._swept: object = None
         self._parent_named = False
-        self._sick: list[_Inode] = []
+        self.sick: list[_Inode] = []
         self._void: set[tuple[bytes, int]] = set()
         self._damage_seen = (-1, 0)
 
@@ -3152,8 +3174,8 @@ class _Store:
             for data in self.files:
                 _unlink(data.temp)
             self._swept = self._lock.ident
-        if self._sick:
-            self._rescue()
+        if self.sick:
+            self.rescue()
             return True
         return False
 
@@ -3259,10 +3281,11 @@ class _Store:
         data.size += len(block)
         data.decided = data.size
 
-    def rewrite(self, data: _Data, blocks: Iterable[bytes]) -> None:
+    def rewrite(self, data: _Data, blocks: Iterable[bytes]) -> bytes:
         """Replace a file's content: temp file, fsync, rename.
 
-        Its name is not durable until the directory is synced.
+        Its name is not durable until the directory is synced.  Returns the
+        last bytes; raises only if nothing was replaced.
         """
         old = cast(_Inode, data.inode)
         _unlink(data.temp)
@@ -3272,7 +3295,7 @@ class _Store:
             )
             inode = _Inode(file, data.path, checked=True)
             _keep_mode(file.fd, old.file.fd)
-            size = 0
+            size, block = 0, b""
             for block in blocks:
                 _write(file.fd, block)
                 size += len(block)
@@ -3286,6 +3309,7 @@ class _Store:
             _unlink(data.temp)
             raise
         data.inode, data.size, data.decided = inode, size, size
+        return block[-32:]
 
     # Damage
 
@@ -3381,7 +3405,7 @@ class _Store:
         except OSError as exc:
             with inode.cond:
                 inode.failed = True
-            self._sick.append(inode)
+            self.sick.append(inode)
             _log().error("sync of queue %r failed: %s", self.path, exc)
             return
         with inode.cond:
@@ -3407,7 +3431,7 @@ class _Store:
             _sync_path(self.path)
         except OSError:
             # A retry would say yes and mean nothing: copy everything (I9).
-            self._sick.extend(data.inode for data in self.files if data.inode)
+            self.sick.extend(data.inode for data in self.files if data.inode)
             raise
         if not self._parent_named:
             try:
@@ -3416,10 +3440,10 @@ class _Store:
                 pass  # a parent that we may not read is not ours to make
             self._parent_named = True
 
-    def _rescue(self) -> None:
+    def rescue(self) -> None:
         """After a failed sync: copy every file whole to a new inode, less the
         records of the failed operations (I9)."""
-        sick = list(self._sick)
+        sick = list(self.sick)
         for inode in sick:
             with inode.cond:
                 for _, changes in inode.unsynced:
@@ -3432,7 +3456,7 @@ class _Store:
         for data in self.files:
             if data.inode is not None:
                 data.inode.named = True
-        del self._sick[: len(sick)]
+        del self.sick[: len(sick)]
         self._void.clear()
 
     def _all_but_void(self, inode: _Inode, size: int) -> Iterator[bytes]:
