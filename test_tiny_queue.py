@@ -3071,7 +3071,7 @@ class FailedSyncTest(Case):
 
         def fsync(fd):
             calls.append(fd)
-            if stat.S_ISDIR(os.fstat(fd).st_mode) and len(calls) <= 4:
+            if stat.S_ISDIR(os.fstat(fd).st_mode) and len(calls) <= 5:
                 raise OSError(errno.EIO, "Input/output error")
             os.fsync(fd)
 
@@ -3596,6 +3596,19 @@ class DescriptorsTest(Case):
 
 
 class PrimitivesTest(Case):
+    def test_a_sync_reaches_the_disk(self):
+        """Files by fdatasync (F_FULLFSYNC on macOS), directories by fsync."""
+        calls = []
+
+        def record(name):
+            return lambda fd: calls.append((name, stat.S_IFMT(os.fstat(fd).st_mode)))
+
+        with patched("os", fdatasync=record("data"), fsync=record("full")):
+            self.open(fsync=True).put(1)
+        self.assertIn(("full", stat.S_IFDIR), calls)
+        if not hasattr(fcntl, "F_FULLFSYNC"):
+            self.assertIn(("data", stat.S_IFREG), calls)
+
     def test_short_writes_are_continued(self):
         """A write that the kernel cuts short is completed, byte for byte."""
         queue = self.open()

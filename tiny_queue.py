@@ -1365,7 +1365,7 @@ class _FileCore(_Engine):
         """
         if self._pid != os.getpid():
             self.forked()
-        lock = self._lock
+        lock, entered = self._lock, False
         if lock.mine():
             raise QueueError(
                 f"queue {self.path!r} is in the middle of a call by this same thread;"
@@ -1381,9 +1381,10 @@ class _FileCore(_Engine):
                     )
                 if self._store.enter(write):
                     self._index.discard()
+                entered = True
                 return body(*args)
             finally:
-                if self._store.sick:
+                if entered and self._store.sick:
                     self._heal()
                 if _WINDOWS:
                     self._store.let_go()

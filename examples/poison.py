@@ -47,13 +47,12 @@ def main():
         tiny_queue(folder, "work", "jobs", "handlers:handle", "--stop-when-empty")
         (dead,) = tiny_queue(folder, "dead", "jobs")
         print(f"dead: {dead['payload']!r}, {dead['last_error']}")
-        (stats,) = tiny_queue(folder, "stats", "jobs")
         tiny_queue(folder, "purge", "jobs", "--state", "dead", "--yes")
         with open(os.path.join(folder, "done.txt")) as file:
             done = file.read().split()
     print("done:", *done)
     held = dead["attempts"] == 2 and sorted(done) == ["bread", "butter", "jam"]
-    return 0 if held and stats["pending"] == 0 else 1
+    return 0 if held else 1
 
 
 if __name__ == "__main__":
