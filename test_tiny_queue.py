@@ -259,6 +259,13 @@ def tree(path):
     return {name: data for name, data in found.items() if data}
 
 
+def waits(thread):
+    """Whether a thread is inside the module's waiting, as deep as it goes."""
+    frame = sys._current_frames().get(thread.ident)
+    code = frame and frame.f_code
+    return code and code.co_filename == tq.__file__ and code.co_name == "wait"
+
+
 def open_fds():
     """How many descriptors this process has open (Linux, else constant)."""
     try:
@@ -378,6 +385,14 @@ class HelpersTest(Case):
         self.assertEqual(child.hear(), 42)
         with self.assertRaisesRegex(AssertionError, "ZeroDivisionError"):
             self.spawn(lambda link: 1 // 0).hear()
+
+    def test_waits_sees_a_waiting_get(self):
+        """waits() is true while a thread's get sleeps, and false after it."""
+        thread = threading.Thread(target=self.open().get, args=(0.5,))
+        thread.start()
+        eventually(lambda: waits(thread))
+        thread.join()
+        self.assertFalse(waits(thread))
 
     def test_run_threads_fails_if_a_thread_does(self):
         """run_threads() joins all, and no exception in one goes unseen."""
@@ -1826,7 +1841,7 @@ class CloseTest(Case):
 
         thread = threading.Thread(target=wait)
         thread.start()
-        eventually(lambda: os.path.exists(file_of(self.path, "dead")))
+        eventually(lambda: waits(thread))
         queue.close()
         thread.join(5.0)
         self.assertEqual((len(ended), thread.is_alive()), (1, False))
@@ -3433,7 +3448,7 @@ class ReplacedFilesTest(Case):
         other = before.replace(b'"b"', b'"B"')
         lines = [line[: line.rindex(b',"crc"')] + b"}\n" for line in
                  other.splitlines()]  # fmt: skip
-        self.write("pending", b"".join(lines) + b'{"id":"z","payload":"Z"}\n' * 9)
+        self.write("pending", b"".join(lines) + b'{"id":"z","payload":"Z"}\n' * 60)
         for view in self.views(self.queue):
             self.assertEqual([job.payload for job in view.jobs()], ["a", "B", "Z"])
 
@@ -3952,6 +3967,16 @@ class HolderTest(Case):
         self.assertLess(order.index("high"), order.index("x"))
         self.assertEqual(sorted(order), ["high", "same", "x"])
 
+    def test_dead_holders_jobs_come_by_priority(self):
+        """Of several jobs whose holder died, the higher priority goes first."""
+        queue = self.open()
+        for priority in (2, 9, 5):
+            queue.put(priority, priority=priority)
+        child = self.spawn(self.holder, 3)
+        child.hear()
+        child.kill()
+        self.assertEqual([job.payload for job in iter(queue.get, None)], [9, 5, 2])
+
     def test_a_live_holder_keeps_its_job_however_the_wall_clock_jumps(self):
         """Leases of the living are judged by the monotonic clock."""
         queue, child = self.leased_elsewhere()
@@ -4113,10 +4138,9 @@ class HolderTest(Case):
     def forker(self, link):
         queue = self.open()
         job = queue.get()
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
+            link.tell(os.getpid())
             signal.pause()
-        link.tell(pid)
         link.hear()
         queue.task_done(job)
 
@@ -4299,7 +4323,7 @@ class ProcessesTest(Case):
     def test_a_killed_taker_loses_no_job(self):
         """Takers are killed in mid-work; every job is done in the end, and
         none that was done comes back."""
-        queue = self.open(max_retries=1000)
+        queue = self.open(max_retries=1000, backoff=lambda n: 0)
         queue.put_many(range(200), ids=[f"j{n}" for n in range(200)])
 
         def taker(link):
@@ -4314,7 +4338,7 @@ class ProcessesTest(Case):
             for _ in range(rng.randrange(1, 20)):
                 done.add(child.hear())
             child.kill()
-        left = {job.id for job in iter(queue.get, None)}
+        left = {job.id for job in iter(lambda: queue.get(timeout=0.2), None)}
         self.assertFalse(left & done)
         self.assertGreaterEqual(len(left) + len(done), 200 - 6 * 20)
         self.assertEqual({job.id for job in self.open().jobs()}, left)

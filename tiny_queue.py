@@ -3159,9 +3159,9 @@ class _Store:
         ]
         self.readonly = False
         self._swept: object = None
-        self._parent_named = False
+        self._reachable = False
         self.sick: list[_Inode] = []
-        self._void: set[tuple[bytes, int]] = set()
+        self._void: set[bytes] = set()
         self._damage_seen = (-1, 0)
 
     def enter(self, write: bool) -> bool:
@@ -3434,21 +3434,32 @@ class _Store:
             # A retry would say yes and mean nothing: copy everything (I9).
             self.sick.extend(data.inode for data in self.files if data.inode)
             raise
-        if not self._parent_named:
+        if not self._reachable:
+            self._sync_ancestors()
+            self._reachable = True
+
+    def _sync_ancestors(self) -> None:
+        """Make the way to the directory durable, once: who made a part of it
+        may have died before saying so to the disk."""
+        path, device = self.path, os.stat(self.path).st_dev
+        while path != os.path.dirname(path):
+            path = os.path.dirname(path)
             try:
-                _sync_path(os.path.dirname(self.path))
+                if os.stat(path).st_dev != device:
+                    return
+                _sync_path(path)
             except PermissionError:
-                pass  # a parent that we may not read is not ours to make
-            self._parent_named = True
+                return  # one that we may not read is not ours to make
 
     def rescue(self) -> None:
         """After a failed sync: copy every file whole to a new inode, less the
-        records of the failed operations (I9)."""
+        lines of the failed operations (I9)."""
         sick = list(self.sick)
         for inode in sick:
             with inode.cond:
-                for _, changes in inode.unsynced:
-                    self._void.update((change.key, change.rev) for change in changes)
+                if inode.failed:
+                    for _, changes in inode.unsynced:
+                        self._void.update(_plain(change.line) for change in changes)
         for data in self.files:
             self.look(data)
             if data.inode is not None:
@@ -3461,10 +3472,9 @@ class _Store:
         self._void.clear()
 
     def _all_but_void(self, inode: _Inode, size: int) -> Iterator[bytes]:
-        for line in inode.all_lines(size):
-            top = _TOP.match(line)
-            if top is None or (top[1], int(top[2])) not in self._void:
-                yield _plain(line)
+        for line in map(_plain, inode.all_lines(size)):
+            if line not in self._void:
+                yield line
 
     # Looking without touching
 
