@@ -3435,21 +3435,8 @@ class _Store:
             self.sick.extend(data.inode for data in self.files if data.inode)
             raise
         if not self._reachable:
-            self._sync_ancestors()
+            _sync_ancestors(self.path)
             self._reachable = True
-
-    def _sync_ancestors(self) -> None:
-        """Make the way to the directory durable, once: who made a part of it
-        may have died before saying so to the disk."""
-        path, device = self.path, os.stat(self.path).st_dev
-        while path != os.path.dirname(path):
-            path = os.path.dirname(path)
-            try:
-                if os.stat(path).st_dev != device:
-                    return
-                _sync_path(path)
-            except PermissionError:
-                return  # one that we may not read is not ours to make
 
     def rescue(self) -> None:
         """After a failed sync: copy every file whole to a new inode, less the
@@ -3526,6 +3513,20 @@ def _sync_path(path: str) -> None:
         os.fsync(directory.fd)
     finally:
         directory.close()
+
+
+def _sync_ancestors(path: str) -> None:
+    """Make the way to a directory durable: who made a part of it may have died
+    before saying so to the disk."""
+    device = os.stat(path).st_dev
+    while path != os.path.dirname(path):
+        path = os.path.dirname(path)
+        try:
+            if os.stat(path).st_dev != device:
+                return
+            _sync_path(path)
+        except PermissionError:
+            return  # one that we may not read is not ours to make
 
 
 def _replace(source: str, target: str) -> None:
@@ -3872,18 +3873,21 @@ class _Watch:
         if inode is None:
             time.sleep(min(max(seconds, 0.0), _POLL))
             return True
-        if self._ear is None:
-            self._ear = _ear()
+        ear = self._ear
+        if ear is None:
+            ear = self._ear = _ear()
         if self._ident != inode.ident:
-            self._ear.arm(data.path, inode)
+            ear.arm(data.path, inode)
             self._ident = inode.ident
             return True
-        return self._ear.wait(max(0.0, seconds))
+        return ear.wait(max(0.0, seconds))
 
     def close(self) -> None:
-        ear, self._ear = self._ear, None
-        if ear is not None:
-            ear.close()
+        """Wake all; the descriptor closes when the last has left it."""
+        with self._cond:
+            self._ear = None
+            self.news += 1
+            self._cond.notify_all()
 
 
 class _Ear:
@@ -3911,9 +3915,6 @@ class _Ear:
         except OSError:
             return None
         return info.st_dev, info.st_ino, info.st_size
-
-    def close(self) -> None:
-        pass
 
 
 class _Inotify(_Ear):
@@ -3951,9 +3952,6 @@ class _Inotify(_Ear):
             pass
         return True
 
-    def close(self) -> None:
-        self._file.close()
-
 
 class _Kqueue(_Ear):
     """macOS and the BSDs; watches an open file, so it shares ours."""
@@ -3980,9 +3978,6 @@ class _Kqueue(_Ear):
 
     def wait(self, seconds: float) -> bool:
         return bool(self._kqueue.control([], 8, seconds))
-
-    def close(self) -> None:
-        self._kqueue.close()
 
 
 def _ear() -> _Ear:
