@@ -3877,7 +3877,11 @@ class _Watch:
         if ear is None:
             ear = self._ear = _ear()
         if self._ident != inode.ident:
-            ear.arm(data.path, inode)
+            try:
+                ear.arm(data.path, inode)
+            except OSError:  # no watches left
+                self._ear = _Ear()
+                self._ear.arm(data.path, inode)
             self._ident = inode.ident
             return True
         return ear.wait(max(0.0, seconds))
@@ -3938,9 +3942,8 @@ class _Inotify(_Ear):
         self._poll.register(fd, select.POLLIN)
 
     def arm(self, path: str, inode: _Inode) -> None:
-        if self._libc.inotify_add_watch(
-            self._file.fd, os.fsencode(path), self._EVENTS
-        ) < 0 and os.path.lexists(path):
+        watch = self._libc.inotify_add_watch
+        if watch(self._file.fd, os.fsencode(path), self._EVENTS) < 0:
             raise OSError(errno.ENOSPC, "inotify_add_watch failed", path)
 
     def wait(self, seconds: float) -> bool:
