@@ -52,6 +52,7 @@ import random
 import re
 import stat
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -62,8 +63,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, cast
 from zlib import crc32
 
 if TYPE_CHECKING:
+    import argparse
     import asyncio
     import logging
+    import subprocess
 
 __version__ = "0.1.0"
 __all__ = [
@@ -851,6 +854,9 @@ class Totals(NamedTuple):
     lost: int  # their lease ended before their handler
 
 
+_BURST = 0.2  # seconds: a group's Ctrl-C and its forwarding are one signal
+
+
 class Worker:
     """Runs a handler on the jobs of a queue, until it is told to stop.
 
@@ -905,6 +911,7 @@ class Worker:
         self.max_jobs = max_jobs
         self.stop_when_empty = bool(stop_when_empty)
         self.handle_signals = bool(handle_signals)
+        self._stopping = False
         self._reset()
 
     def _reset(self) -> None:
@@ -912,7 +919,6 @@ class Worker:
         self._totals = dict.fromkeys(Totals._fields, 0)
         self._taken = 0
         self._running: dict[str, Job] = {}  # by token
-        self._stopping = False
         self._signals = 0
         self._ended = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -936,12 +942,16 @@ class Worker:
             self._ended.set()
             self._restore_signals(previous)
             self._stop_loop()
-        if not self._signals > 1:
+        if self._signals < 2:
             renewer.join()
+            self._stopping = False  # it may be run again
         return Totals(**self._totals)
 
     def stop(self) -> None:
-        """Ask run_forever to finish its running jobs and return."""
+        """Ask run_forever to finish its running jobs and return.
+
+        From any thread, or before it runs.
+        """
         self._stopping = True
 
     def run_once(self) -> bool:
@@ -980,8 +990,14 @@ class Worker:
             return {}
         import signal
 
+        last = -math.inf
+
         def count(signum: int, frame: object) -> None:
-            self._signals += 1  # nothing else: it may interrupt any line
+            # It may interrupt any line, so it only counts; a burst is one.
+            nonlocal last
+            now = time.monotonic()
+            self._signals += now - last > _BURST
+            last = now
             self._stopping = True
 
         return {
@@ -1093,7 +1109,7 @@ class Worker:
                 job.id,
                 job.attempts,
                 job.max_retries + 1,
-                error.encode("ascii", "backslashreplace").decode(),
+                _visible(error),
                 _traceback(exc),
             )
             return self._failed(job, error, None)
@@ -2402,8 +2418,10 @@ def _own_record(body: bytes) -> _Record | None:
     into the job's next line begins at the first "created_at": before it
     stand only numbers and strings, in which quotes are escaped.
     """
+    if not body.isascii():
+        return None
+    text = body.decode() + "}"
     try:
-        text = body.decode("ascii") + "}"
         fields = _scan(text, 0)[0]
         place = text.index(',"created_at":')
     except (StopIteration, ValueError):
@@ -3995,3 +4013,1425 @@ def _ear() -> _Ear:
         return _Inotify()
     except (AttributeError, ImportError, OSError, TypeError):
         return _Ear()
+
+
+# Command line
+# =============================================================================
+
+_OK, _REFUSED, _USAGE, _NOTHING = 0, 1, 2, 3  # exit statuses
+_BATCH = 1000  # lines of standard input put with one write
+_BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
+_STATE_COLOUR = {"inflight": _GREEN, "dead": _RED}
+_HELP = """\
+A durable job queue in a directory.
+
+Answers go to standard output, aligned for a person on a terminal and as one
+JSON object a line when piped or with --json; messages go to standard error.
+Exit status: 0 done, 1 refused or damaged, 2 wrong usage, 3 nothing there (no
+such queue or job, nothing to list or to get).
+
+TINY_QUEUE_DIR stands in for DIR.  NO_COLOR turns colour off."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Wrong usage raises SystemExit(2) and --help SystemExit(0), as argparse
+    does.
+    """
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        status: int = args.run(args, _Out(args.json))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where its error is still ours to report
+        return status
+    except BrokenPipeError:
+        _abandon_output()
+        return _OK  # the reader has had enough
+    except KeyboardInterrupt:
+        return 130
+    except _RefusalError as exc:
+        return _complain(exc, exc.status)
+    except JobNotFoundError as exc:
+        return _complain(exc, _NOTHING)
+    except ValueError as exc:
+        return _complain(exc, _USAGE)
+    except (QueueError, OSError) as exc:
+        return _complain(exc, _REFUSED)
+
+
+class _RefusalError(Exception):
+    """What the command line itself refuses, and the exit status for it."""
+
+    def __init__(self, message: str, status: int = _REFUSED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _complain(exc: Exception, status: int) -> int:
+    _say(f"tiny_queue: {exc}")
+    return status
+
+
+def _abandon_output() -> None:
+    """Let the interpreter's own flush at exit meet no closed pipe."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+# Arguments of the command line
+# -----------------------------------------------------------------------------
+
+# Name: words behind DIR; options; summary; examples, which make one session.
+_COMMANDS = {
+    "put": (
+        "PAYLOAD",
+        "string id delay at priority max-retries",
+        "add a job, or with - one for each line of JSON",
+        """put jobs '{"to": "ada@example.com"}'""",
+        """put jobs '"once a day"' --id report-1 --delay 1h --priority 5""",
+        "put jobs --string 'plain text'",
+        """printf '{"n": 1}\\n{"n": 2}\\n' | @ put jobs -""",
+    ),
+    "get": (
+        "",
+        "timeout lease",
+        "lease the next job, for a shell script, and print it",
+        "get jobs --timeout 5 --lease 10m",
+    ),
+    "done": (
+        "ID TOKEN",
+        "",
+        "settle a job of get: it was done",
+        'done jobs "$id" "$token"',
+    ),
+    "fail": (
+        "ID TOKEN",
+        "error retry-delay dead",
+        "settle a job of get: retry it, or it is dead",
+        """fail jobs "$id" "$token" --error 'no route to host' --delay 30""",
+        """fail jobs "$id" "$token" --error 'no such user' --dead""",
+    ),
+    "ls": ("", "state limit", "list jobs", "ls jobs --state pending --limit 20"),
+    "show": ("ID", "", "show all of one job", "show jobs report-1"),
+    "stats": (
+        "",
+        "prometheus",
+        "count the jobs, and tell what is running",
+        "stats jobs",
+        "stats jobs --prometheus",
+    ),
+    "top": ("", "interval", "watch the queue; q quits", "top jobs --interval 0.5"),
+    "dead": ("", "limit", "list the dead jobs and why", "dead jobs --limit 10"),
+    "requeue": (
+        "ID|--all",
+        "all",
+        "make a dead job, or all, pending again",
+        "requeue jobs --all",
+    ),
+    "cancel": ("ID", "", "remove one job", "cancel jobs report-1"),
+    "purge": (
+        "",
+        "state older-than yes",
+        "remove all jobs of a state",
+        "purge jobs --state dead --older-than 7d --yes",
+    ),
+    "reap": (
+        "",
+        "older-than",
+        "take back the jobs of dead or stuck holders",
+        "reap jobs --older-than 1h",
+    ),
+    "compact": ("", "", "rewrite the files without what is superseded", "compact jobs"),
+    "verify": ("", "", "read every byte and list what is damaged", "verify jobs"),
+    "work": (
+        "MODULE:FUNCTION",
+        "processes threads job-timeout max-jobs stop-when-empty report-to",
+        "run a handler on the jobs, in processes that are replaced when they die",
+        "work jobs handlers:send --processes 2 --timeout 60 --stop-when-empty",
+    ),
+}
+
+
+def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add those of all options that a command has."""
+    import argparse
+
+    def add(name: str, help: str, *flags: str, **settings: Any) -> None:
+        if name in names:
+            flags = flags or (f"--{name}",)
+            parser.add_argument(*flags, help=help, **settings)
+
+    def time(name: str, help: str, *flags: str, default: float | None = None) -> None:
+        kind = _argument(_seconds, "a time like 90, 15m, 2h or 1d")
+        add(name, help, *flags, default=default, type=kind, metavar="TIME")
+
+    def switch(name: str, help: str, *flags: str) -> None:
+        add(name, help, *flags, action="store_true")
+
+    def number(name: str, help: str, low: int, default: int | None = None) -> None:
+        parse = functools.partial(_whole, low)
+        kind = _argument(parse, f"a whole number from {low} up")
+        add(name, help, type=kind, default=default, metavar="N")
+
+    add(
+        "name",
+        "the queue's name (default: default)",
+        "-n",
+        "--name",
+        default="default",
+        metavar="NAME",
+    )
+    switch("json", "answer in JSON on a terminal too")
+    switch("string", "PAYLOAD is text, not JSON", "-s", "--string")
+    add("id", "the job's id; refused while that is in the queue")
+    time("delay", "due in that time: 90, 15m, 2h, 1d", default=0.0)
+    add(
+        "at",
+        "due then: 2030-12-31T08:00 or epoch seconds",
+        type=_argument(_moment, "an instant like 2030-12-31T08:00"),
+    )
+    number("priority", "higher goes first (default: 0)", -_MAX_PRIORITY, 0)
+    number("max-retries", "retries before it is dead (default: 3)", 0)
+    time("timeout", "wait so long for a job", default=0.0)
+    time("lease", "time after which it is delivered anew (default: 5m)")
+    add("error", "what went wrong; kept with the job")
+    time("retry-delay", "retry in that time, not after the backoff", "--delay")
+    switch("dead", "no retry can help")
+    add("state", "only jobs of that state", choices=_NAME_OF)
+    number("limit", "list at most that many", 0)
+    switch("prometheus", "answer in Prometheus' text format")
+    time("interval", "between two looks (default: 1)", default=1.0)
+    switch("all", "all dead jobs, not one ID")
+    time("older-than", "jobs not touched for so long (reap: 5m by default)")
+    switch("yes", "do not ask", "-y", "--yes")
+    number("processes", "worker processes (default: 1)", 1, 1)
+    number("threads", "jobs at a time in each (default: 1)", 1, 1)
+    time("job-timeout", "fail a job that runs longer, kill its process", "--timeout")
+    number("max-jobs", "stop after that many deliveries in all", 1)
+    switch("stop-when-empty", "stop when no job is due")
+    add("report-to", argparse.SUPPRESS, type=int)  # the supervisor's pipe
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse by hand up to the command, then with that command's parser.
+
+    argparse's subcommands cannot intermix options with words of which the
+    first, DIR, may be missing.
+    """
+    if not argv or argv[0] not in _COMMANDS:
+        parser = _main_parser()
+        parser.parse_args(argv[:1])
+        parser.error("a command is needed")
+    name = argv[0]
+    parser = _command_parser(name)
+    args = parser.parse_intermixed_args(argv[1:])
+    everything = getattr(args, "all", False)
+    _bind(parser, args, [] if everything else _COMMANDS[name][0].split())
+    args.run = globals()[f"_cmd_{name}"]
+    return args
+
+
+def _prog() -> str:
+    """How the user can call this again."""
+    name = os.path.basename(sys.argv[0])
+    return "tiny-queue" if name.startswith("tiny-queue") else "python3 -m tiny_queue"
+
+
+def _parser(**options: Any) -> argparse.ArgumentParser:
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            super().error(_visible(message))  # it quotes the arguments raw
+
+    return Parser(
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **options,
+    )
+
+
+def _main_parser() -> argparse.ArgumentParser:
+    rows = [f"  {name:<9}{command[2]}" for name, command in _COMMANDS.items()]
+    parser = _parser(
+        prog=_prog(),
+        usage="%(prog)s COMMAND [options] [DIR] ...",
+        description=_HELP,
+        epilog="\n".join(
+            ["commands (each has its own --help):", *rows]
+            + ["", "example:", f"  {_prog()} put jobs '{{\"n\": 1}}'"]
+        ),
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
+    return parser
+
+
+def _command_parser(name: str) -> argparse.ArgumentParser:
+    import argparse
+
+    words, options, summary, *examples = _COMMANDS[name]
+    prog = _prog()
+    calls = [
+        line.replace("@ ", f"{prog} ") if "@ " in line else f"{prog} {line}"
+        for line in examples
+    ]
+    parser = _parser(
+        prog=f"{prog} {name}",
+        usage=f"%(prog)s [options] [DIR] {words}".rstrip(),
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog="\n  ".join(["example:" if len(calls) == 1 else "examples:", *calls]),
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    _add_options(parser, ["name", "json", *options.split()])
+    return parser
+
+
+def _bind(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, names: list[str]
+) -> None:
+    """Give the words their names; DIR is the one that may be missing."""
+    words, home = args.words, os.environ.get("TINY_QUEUE_DIR", "")
+    wanted = ["DIR", *names]
+    if home and len(words) <= len(names):
+        words = [home, *words]
+    if len(words) < len(wanted):
+        missing = " ".join(wanted[len(words) :])
+        hint = "" if home else "; TINY_QUEUE_DIR can stand in for DIR"
+        parser.error(f"missing: {missing}{hint}")
+    if len(words) > len(wanted):
+        extra = " ".join(map(repr, words[len(wanted) :]))
+        parser.error(f"too many arguments: {extra}")
+    args.dir = words[0]
+    args.given = words[1:]
+
+
+def _argument(parse: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
+    """A type for argparse that says what was wanted."""
+    import argparse
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+
+    return convert
+
+
+def _seconds(text: str) -> float:
+    """A duration: seconds, or with a unit s, m, h or d."""
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+    number = float(text[:-1] if unit else text)
+    return _delay(number * (unit or 1))
+
+
+def _whole(low: int, text: str) -> int:
+    return _integer("number", int(text), low, 2**31 - 1)
+
+
+def _moment(text: str) -> float:
+    """Epoch seconds, or ISO 8601, local time where it names no zone."""
+    try:
+        return float(text)
+    except ValueError:
+        import datetime
+
+        return datetime.datetime.fromisoformat(
+            text.replace("Z", "+00:00")  # which Python 3.9 does not know
+        ).timestamp()
+
+
+# What reaches a terminal
+# -----------------------------------------------------------------------------
+
+
+class _Out:
+    """Standard output: aligned on a terminal, else JSON lines."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.terminal = _is_terminal(sys.stdout)
+        self.human = self.terminal and not as_json
+        self.json_asked = as_json
+        self.ansi = self.terminal and os.environ.get("TERM", "") != "dumb"
+        if _WINDOWS and "WT_SESSION" not in os.environ:
+            self.ansi = False  # the old console shows escapes as they are
+        self._colour = self.ansi and not os.environ.get("NO_COLOR")
+
+    def line(self, text: str) -> None:
+        if sys.stdout is None:
+            raise _RefusalError("standard output is closed")
+        sys.stdout.write(_encodable(text, sys.stdout) + "\n")
+
+    def json(self, value: object) -> None:
+        # ASCII, and DEL is the one control character that json leaves raw.
+        self.line(json.dumps(value).replace("\x7f", "\\u007f"))
+
+    def paint(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self._colour and code else text
+
+    def pairs(self, pairs: Iterable[tuple[str, str]]) -> None:
+        for name, value in pairs:
+            self.line(f"{self.paint(f'{name:<14}', _DIM)} {value}")
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
+        """Write rows in blocks, so that a long list starts at once; count."""
+        import itertools
+
+        rows, count = iter(rows), 0
+        while block := list(itertools.islice(rows, 500)):
+            lines = _aligned([header, *block], _columns())
+            if not count:
+                self.line(self.paint(lines[0], _BOLD))
+            for line, row in zip(lines[1:], block):
+                self.line(self.paint(line, _RED if "dead" in row else ""))
+            count += len(block)
+        return count
+
+
+def _say(text: str) -> None:
+    """Write a message to standard error, if there is one."""
+    if sys.stderr is not None:
+        try:
+            sys.stderr.write(_encodable(_visible(text), sys.stderr) + "\n")
+        except OSError:
+            pass  # closed, and nowhere to say so
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and bool(stream.isatty())
+
+
+def _visible(text: str) -> str:
+    """Escape what could steer a terminal: controls, bidi marks, surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def _encodable(text: str, stream: Any) -> str:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _columns() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns
+
+
+def _columns_of(text: str) -> int:
+    """Columns that a terminal needs for a text."""
+    if text.isascii():
+        return len(text)
+    import unicodedata
+
+    return sum(
+        0 if unicodedata.combining(char) else
+        1 + (unicodedata.east_asian_width(char) in "WF")
+        for char in text
+    )  # fmt: skip
+
+
+def _fit(text: str, columns: int) -> str:
+    """Cut a text to so many columns, two dots showing it."""
+    if _columns_of(text) <= columns:
+        return text
+    text = text[:columns]
+    while text and _columns_of(text) > columns - 2:
+        text = text[:-1]
+    return text + ".."
+
+
+def _aligned(rows: Sequence[Sequence[str]], columns: int) -> list[str]:
+    """Lines of a table; the last column takes what the others leave."""
+    cells = [[_fit(_visible(cell), 300) for cell in row] for row in rows]
+    widths = [max(map(_columns_of, column)) for column in zip(*cells)][:-1]
+    lines = []
+    for row in cells:
+        padded = [
+            cell + " " * (width - _columns_of(cell)) for cell, width in zip(row, widths)
+        ]
+        lines.append(_fit("  ".join([*padded, row[-1]]), max(20, columns)))
+    return lines
+
+
+def _age(seconds: float) -> str:
+    """A duration for people, two digits of it at least."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0.0):.1f} s"
+
+
+def _when(instant: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(instant))
+    except (OverflowError, ValueError, OSError):  # a file edited by hand
+        return repr(instant)
+
+
+def _due_in(job: Job, now: float) -> str:
+    """What there is to know of a job's time, by its state."""
+    if job.state == "pending":
+        if job.run_at > now:
+            return f"in {_age(job.run_at - now)}"
+        return _age(now - max(job.created_at, job.run_at))
+    return _age(now - (job.leased_at or job.created_at))
+
+
+# What a shell script needs comes first.
+_JOB_FIELDS = (
+    "id token state attempts max_retries priority created_at run_at leased_at"
+    " lease_until last_error payload"
+).split()
+
+
+def _job_dict(job: Job) -> dict[str, Any]:
+    return {name: getattr(job, name) for name in _JOB_FIELDS}
+
+
+# Commands: each opens the queue, answers, and returns the exit status
+# -----------------------------------------------------------------------------
+
+
+def _open_queue(args: argparse.Namespace) -> Queue:
+    return Queue(args.dir, args.name)
+
+
+def _find_queue(args: argparse.Namespace) -> Queue:
+    """Open a queue that must be there; a mistyped DIR creates nothing."""
+    queue = _open_queue(args)
+    try:
+        files = os.listdir(queue.path)
+    except FileNotFoundError:
+        raise _RefusalError(f"no queue {args.dir!r}", _NOTHING) from None
+    if not any(file.startswith(f"{queue.name}.") for file in files):
+        others = sorted(
+            file[: -len(".lock")] for file in files if file.endswith(".lock")
+        )
+        hint = f"; -n can name: {', '.join(others)}" if others else ""
+        raise _RefusalError(f"no queue {queue.name!r} in {args.dir!r}{hint}", _NOTHING)
+    return queue
+
+
+def _cmd_put(args: argparse.Namespace, out: _Out) -> int:
+    (text,) = args.given
+    if text == "-":
+        return _put_lines(args, out)
+    try:
+        payload = text if args.string else _payload(text)
+    except ValueError as exc:
+        raise _RefusalError(
+            f"PAYLOAD {text[:80]!r} is not valid JSON: {exc}; quote it for the shell,"
+            " like '{\"n\": 1}' or '\"text\"', or give plain text with --string",
+            _USAGE,
+        ) from None
+    with _open_queue(args) as queue:
+        job = queue.put(
+            payload,
+            delay=args.delay,
+            at=args.at,
+            id=args.id,
+            priority=args.priority,
+            max_retries=args.max_retries,
+        )
+    out.line(_visible(job.id)) if out.human else out.json(_job_dict(job))
+    return _OK
+
+
+def _payload(text: str) -> Any:
+    """What JSON text says, if a queue takes it, or ValueError."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    _encode(value)
+    return value
+
+
+def _put_lines(args: argparse.Namespace, out: _Out) -> int:
+    """Put each line of standard input; all before a bad one are put."""
+    for name in ("id", "at", "max_retries"):
+        if getattr(args, name) is not None:
+            option = name.replace("_", "-")
+            raise _RefusalError(f"--{option} is for a single PAYLOAD, not -", _USAGE)
+    count = number = 0
+    with _open_queue(args) as queue:
+        try:
+            for lines in _line_batches():
+                payloads, error = _parse_lines(lines, number, args.string)
+                number += len(lines)
+                queue.put_many(payloads, delay=args.delay, priority=args.priority)
+                count += len(payloads)
+                _progress(f"{count} jobs put")
+                if error:
+                    raise _RefusalError(error)
+        except BaseException:
+            _progress("")
+            _say(f"tiny_queue: {count} jobs were put, then:")
+            raise
+    _progress("")
+    return _counted(out, "put", count)
+
+
+def _line_batches() -> Iterator[list[bytes]]:
+    """Lines of standard input, as many as are there but at most _BATCH: a slow
+    producer's jobs do not wait for a batch to fill."""
+    if sys.stdin is None:
+        raise _RefusalError("standard input is closed")
+    fd, parts = sys.stdin.fileno(), [b""]
+    while chunk := os.read(fd, _MIB):
+        parts.append(chunk)
+        if b"\n" in chunk:
+            *lines, tail = b"".join(parts).split(b"\n")
+            parts = [tail]
+            for start in range(0, len(lines), _BATCH):
+                yield lines[start : start + _BATCH]
+    if last := b"".join(parts):
+        yield [last]
+
+
+def _parse_lines(
+    lines: list[bytes], number: int, as_text: bool
+) -> tuple[list[Any], str]:
+    """Payloads of the lines up to a bad one, and what is wrong with that."""
+    payloads = []
+    for line in lines:
+        number += 1
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+            if as_text:
+                payloads.append(text)
+            elif text.strip():
+                payloads.append(_payload(text))
+        except ValueError as exc:
+            return payloads, f"line {number} is not valid JSON: {exc}"
+    return payloads, ""
+
+
+def _progress(text: str) -> None:
+    """Show, on a terminal, how far it is; "" ends the line."""
+    if _is_terminal(sys.stderr):
+        sys.stderr.write(f"\r\x1b[K{text}" if text else "\r\x1b[K")
+        sys.stderr.flush()
+
+
+def _cmd_get(args: argparse.Namespace, out: _Out) -> int:
+    # Waiting for the first job is no mistake; not finding a queue at once is.
+    with _open_queue(args) if args.timeout else _find_queue(args) as queue:
+        job = queue._get_detached(args.timeout, args.lease)
+        if job is None:
+            return _NOTHING
+        try:
+            out.json(_job_dict(job))
+            sys.stdout.flush()
+        except BaseException:  # nobody has seen it: it must not wait for its lease
+            queue.release(job)
+            raise
+    return _OK
+
+
+def _find_lease(queue: Queue, args: argparse.Namespace) -> Job:
+    """The job as it is, or one that any settling refuses with LeaseLostError."""
+    id, token = args.given
+    job = queue.find(id)
+    return job if job.token == token else Job(id, None, "inflight", token=token)
+
+
+def _cmd_done(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        queue.task_done(_find_lease(queue, args))
+    return _OK
+
+
+def _cmd_fail(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        job = _find_lease(queue, args)
+        if args.dead:
+            queue.bury(job, args.error)
+        else:
+            queue.task_done(job, False, args.error, delay=args.delay)
+    return _OK
+
+
+def _cmd_ls(args: argparse.Namespace, out: _Out) -> int:
+    now = time.time()
+
+    def row(job: Job) -> list[str]:
+        delayed = job.state == "pending" and job.run_at > now
+        state = "delayed" if delayed else job.state
+        numbers = [f"{job.attempts}/{job.max_retries + 1}", str(job.priority)]
+        return [job.id, state, *numbers, _due_in(job, now), json.dumps(job.payload)]
+
+    header = ["ID", "STATE", "TRIES", "PRIORITY", "SINCE", "PAYLOAD"]
+    with _find_queue(args) as queue:
+        return _list(queue.jobs(args.state, args.limit), out, header, row)
+
+
+def _cmd_dead(args: argparse.Namespace, out: _Out) -> int:
+    def row(job: Job) -> list[str]:
+        died = _when(job.leased_at or job.created_at)
+        error = job.last_error or ""
+        return [job.id, str(job.attempts), died, error, json.dumps(job.payload)]
+
+    header = ["ID", "TRIES", "LAST TRY", "ERROR", "PAYLOAD"]
+    with _find_queue(args) as queue:
+        return _list(queue.jobs("dead", args.limit), out, header, row)
+
+
+def _list(
+    jobs: Iterator[Job], out: _Out, header: list[str], row: Callable[[Job], list[str]]
+) -> int:
+    count = 0
+    if out.human:
+        count = out.table(header, map(row, jobs))
+        if not count:
+            _say("tiny_queue: no job to list")
+    else:
+        for job in jobs:
+            out.json(_job_dict(job))
+            count += 1
+    return _OK if count else _NOTHING
+
+
+def _cmd_show(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        job = queue.find(*args.given)
+    if not out.human:
+        out.json(_job_dict(job))
+        return _OK
+    for name, value in _job_dict(job).items():
+        if value is None or name == "payload":
+            continue
+        if name.endswith(("_at", "_until")):
+            value = _when(value) if value else "at once"
+        out.pairs([(name, _visible(str(value)))])
+    payload = json.dumps(job.payload, indent=2, ensure_ascii=False)
+    out.pairs([("payload", "")])
+    for line in payload.split("\n"):
+        out.line(_visible(line))
+    return _OK
+
+
+def _cmd_requeue(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        count = queue.requeue_dead(None if args.all else args.given[0])
+    return _counted(out, "requeued", count)
+
+
+def _cmd_cancel(args: argparse.Namespace, out: _Out) -> int:
+    (id,) = args.given
+    with _find_queue(args) as queue:
+        if not queue.cancel(id):
+            raise _RefusalError(f"no job {id!r} in {args.dir!r}", _NOTHING)
+    return _counted(out, "cancelled", 1)
+
+
+def _cmd_purge(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        if args.state is None:
+            raise _RefusalError("purge needs --state", _USAGE)
+        if not args.yes:
+            _ask_to_purge(queue, args)
+        count = queue.purge(args.state, args.older_than or 0)
+    return _counted(out, "purged", count)
+
+
+def _ask_to_purge(queue: Queue, args: argparse.Namespace) -> None:
+    if not (_is_terminal(sys.stdin) and _is_terminal(sys.stderr)):
+        raise _RefusalError("purge deletes jobs: say --yes where nobody can be asked")
+    text = f"delete {getattr(queue.stats(), args.state)} {args.state} jobs"
+    if args.older_than:
+        text += f", as far as not touched for {_age(args.older_than)},"
+    text = _encodable(_visible(f"{text} of {args.dir!r}? [y/N] "), sys.stderr)
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise _RefusalError("nothing was deleted")
+
+
+def _cmd_reap(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        count = queue.reap_stale(300 if args.older_than is None else args.older_than)
+    return _counted(out, "reaped", count)
+
+
+def _cmd_compact(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        before = queue.stats().bytes
+        queue.compact()
+        after = queue.stats().bytes
+    if out.human:
+        out.line(f"compacted {before} to {after} bytes")
+    else:
+        out.json({"bytes_before": before, "bytes": after})
+    return _OK
+
+
+def _cmd_verify(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        found = queue.verify()
+    if out.human:
+        rows = [[file, str(line), reason] for file, line, reason in found]
+        if not out.table(["FILE", "LINE", "REASON"], rows):
+            out.line("nothing is damaged")
+    else:
+        for damage in found:
+            out.json(damage._asdict())
+    return _REFUSED if found else _OK
+
+
+def _counted(out: _Out, verb: str, count: int) -> int:
+    if out.human:
+        out.line(f"{verb} {count} job{'' if count == 1 else 's'}")
+    else:
+        out.json({verb: count})
+    return _OK
+
+
+# stats, in three formats
+
+
+def _cmd_stats(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        stats, running = queue.stats(), list(queue.jobs("inflight"))
+    if args.prometheus:
+        for line in _prometheus(queue, stats, running):
+            out.line(line)
+    elif out.human:
+        now = time.time()
+        out.pairs([("queue", _visible(f"{queue.name} in {queue.path}"))])
+        out.pairs(_stats_pairs(stats, now))
+        if running:
+            out.line("")
+            out.table(_RUNNING, (_running_row(job, now) for job in running))
+    else:
+        out.json(_stats_dict(queue, stats, running))
+    return _OK
+
+
+_RUNNING = ["RUNNING", "TRY", "SINCE", "FOR"]
+
+
+def _running_row(job: Job, now: float) -> list[str]:
+    since = job.leased_at or now
+    return [job.id, str(job.attempts), _when(since), _age(now - since)]
+
+
+def _stats_pairs(stats: Stats, now: float) -> list[tuple[str, str]]:
+    oldest, due = stats.oldest, stats.next_due
+    return [
+        ("pending", f"{stats.pending} ({stats.delayed} delayed)"),
+        ("inflight", str(stats.inflight)),
+        ("dead", str(stats.dead)),
+        ("damaged lines", str(stats.damaged)),
+        ("bytes", str(stats.bytes)),
+        ("oldest waits", "-" if oldest is None else _age(now - oldest)),
+        ("next due", "-" if due is None else f"in {_age(due - now)}, {_when(due)}"),
+    ]
+
+
+def _stats_dict(queue: Queue, stats: Stats, running: list[Job]) -> dict[str, Any]:
+    now = time.time()
+    return {
+        "queue": queue.name,
+        "directory": queue.path,
+        **stats._asdict(),
+        "oldest_age": None if stats.oldest is None else now - stats.oldest,
+        "running": [
+            {
+                "id": job.id,
+                "attempts": job.attempts,
+                "leased_at": job.leased_at,
+                "age": now - (job.leased_at or now),
+                "lease_until": job.lease_until,
+            }
+            for job in running
+        ],
+    }
+
+
+def _prometheus(queue: Queue, stats: Stats, running: list[Job]) -> Iterator[str]:
+    """Prometheus' text format, for its node exporter's textfile collector."""
+    now = time.time()
+    since = min((job.leased_at or now for job in running), default=None)
+    labels = f'queue="{queue.name}",directory="{_label(queue.path)}"'
+    states = [(f'{labels},state="{s}"', getattr(stats, s)) for s in _NAME_OF]
+    metrics: list[tuple[str, str, list[tuple[str, float | None]]]] = [
+        ("jobs", "Jobs by state, delayed ones among the pending.", states),
+        ("delayed_jobs", "Jobs that are not due yet.", [(labels, stats.delayed)]),
+        ("damaged_lines", "Lines set aside as damaged.", [(labels, stats.damaged)]),
+        ("bytes", "Size of the data files.", [(labels, stats.bytes)]),
+        (
+            "oldest_waiting_seconds",
+            "How long the longest waiting job has been due; 0 if none is.",
+            [(labels, 0 if stats.oldest is None else max(0.0, now - stats.oldest))],
+        ),
+        (
+            "longest_running_seconds",
+            "How long ago the oldest delivery began that is not settled.",
+            [(labels, 0 if since is None else max(0.0, now - since))],
+        ),
+        (
+            "next_due_timestamp_seconds",
+            "When the next delayed job is due; absent if none is delayed.",
+            [(labels, stats.next_due)],
+        ),
+    ]
+    for name, text, samples in metrics:
+        yield f"# HELP tiny_queue_{name} {text}"
+        yield f"# TYPE tiny_queue_{name} gauge"
+        for label, value in samples:
+            if value is not None:
+                yield f"tiny_queue_{name}{{{label}}} {value!r}"
+
+
+def _label(text: str) -> str:
+    return _visible(text).replace("\\", "\\\\").replace('"', '\\"')
+
+
+# top: a live view
+
+
+def _cmd_top(args: argparse.Namespace, out: _Out) -> int:
+    with _find_queue(args) as queue:
+        view = _View(queue)
+        if out.json_asked:
+            out.json(_stats_dict(queue, queue.stats(), list(queue.jobs("inflight"))))
+        elif not out.ansi:
+            for _, line in view.lines(_columns(), 1000):
+                out.line(line)
+        else:
+            _watch_view(view, out, max(0.05, args.interval))
+    return _OK
+
+
+def _watch_view(view: _View, out: _Out, interval: float) -> None:
+    import shutil
+
+    try:
+        with _Screen() as screen:
+            while True:
+                columns, rows = shutil.get_terminal_size()
+                screen.draw(
+                    [out.paint(t, code) for code, t in view.lines(columns, rows - 1)]
+                )
+                if "q" in screen.keys(interval).lower():
+                    return
+    except KeyboardInterrupt:
+        return  # the usual way to leave it
+
+
+class _View:
+    """What top shows: counts, their net change, and the running jobs."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+        self._seen: list[tuple[float, dict[str, int]]] = []
+
+    def lines(self, columns: int, rows: int) -> list[tuple[str, str]]:
+        """Colour and text of each line, cut to the terminal's size."""
+        now, stats = time.time(), self.queue.stats()
+        title = f"tiny_queue  {self.queue.name} in {self.queue.path}  {_when(now)}"
+        lines = [(_BOLD, _visible(title)), ("", "")]
+        lines += self._counts(stats)
+        pairs = _stats_pairs(stats, now)[3:]
+        lines += [("", f"{name:<14} {value}") for name, value in pairs]
+        lines.append(("", ""))
+        lines += self._running(stats, now, columns, rows - len(lines) - 2)
+        return [(code, _fit(line, columns)) for code, line in lines[: max(1, rows)]]
+
+    def _counts(self, stats: Stats) -> list[tuple[str, str]]:
+        """Only net change can be seen from outside: a put and a done job
+        between two looks leave the counts as they were."""
+        names = ("pending", "delayed", "inflight", "dead")
+        counts = {name: int(getattr(stats, name)) for name in names}
+        counts["all"] = stats.pending + stats.inflight + stats.dead
+        self._seen.append((time.monotonic(), counts))
+        while self._seen[-1][0] - self._seen[0][0] > 10.0:
+            del self._seen[0]
+        then, first = self._seen[0]
+        span = self._seen[-1][0] - then
+        lines = [(_DIM, f"{'':<14} {'JOBS':>10} {'NET PER S':>11}")]
+        for name, count in counts.items():
+            rate = f"{(count - first[name]) / span:+.1f}" if span else "-"
+            colour = _STATE_COLOUR.get(name, "") if count else ""
+            lines.append((colour, f"{name:<14} {count:>10} {rate:>11}"))
+        lines[-1] = ("", f"{lines[-1][1]}  put less done")
+        return lines
+
+    def _running(
+        self, stats: Stats, now: float, columns: int, rows: int
+    ) -> list[tuple[str, str]]:
+        if not stats.inflight or rows < 1:
+            return []
+        jobs = self.queue.jobs("inflight", limit=rows)
+        cells = [_RUNNING, *(_running_row(job, now) for job in jobs)]
+        header, *lines = _aligned(cells, columns)
+        return [(_DIM, header), *((_GREEN, line) for line in lines)]
+
+
+class _Screen:
+    """The terminal in top's hands; given back as it was, however top ends."""
+
+    def __enter__(self) -> _Screen:
+        import signal
+
+        self._saved: Any = None
+        self._fd = sys.stdin.fileno() if _is_terminal(sys.stdin) else -1
+        self._previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            self._cbreak()
+            sys.stdout.write("\x1b[?1049h\x1b[?25l")  # other screen, no cursor
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _cbreak(self) -> None:
+        """Keys come one by one and unseen; Ctrl-Z, which would leave the
+        shell on our screen, does nothing."""
+        try:
+            import termios
+        except ImportError:  # Windows: Ctrl-C ends it
+            self._fd = -1
+            return
+        if self._fd < 0:
+            return
+        self._saved = termios.tcgetattr(self._fd)
+        modes = termios.tcgetattr(self._fd)
+        modes[3] &= ~(termios.ICANON | termios.ECHO)
+        modes[6][termios.VMIN], modes[6][termios.VTIME] = 1, 0
+        modes[6][termios.VSUSP] = b"\0"
+        termios.tcsetattr(self._fd, termios.TCSADRAIN, modes)
+
+    def __exit__(self, *exc_info: object) -> None:
+        import signal
+
+        if self._saved is not None:
+            import termios
+
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._saved)
+        sys.stdout.write("\x1b[0m\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Replace what is shown, without clearing first: no flicker."""
+        text = "".join(f"{_encodable(line, sys.stdout)}\x1b[K\n" for line in lines)
+        sys.stdout.write(f"\x1b[H{text}\x1b[J")
+        sys.stdout.flush()
+
+    def keys(self, seconds: float) -> str:
+        """What was typed within that time; "q" when the terminal is gone."""
+        if self._fd < 0:
+            time.sleep(seconds)
+            return ""
+        import select
+
+        if not select.select([self._fd], [], [], seconds)[0]:
+            return ""
+        return os.read(self._fd, 64).decode("latin-1") or "q"
+
+
+# work: a supervisor of worker processes
+# -----------------------------------------------------------------------------
+
+
+def _cmd_work(args: argparse.Namespace, out: _Out) -> int:
+    if args.report_to is not None:
+        return _work_in_child(args)
+    with _open_queue(args) as queue:
+        return _Supervisor(queue, args).run()
+
+
+class _Slot:
+    """A worker process, its successors, and what it said over its pipe."""
+
+    def __init__(self, quota: int | None) -> None:
+        self.quota = quota  # deliveries left, of --max-jobs
+        self.process: subprocess.Popen[bytes] | None = None
+        self.running: dict[str, tuple[str, float]] = {}  # token: id, since
+        self.start_at = 0.0
+        self.pause = 0.0
+        self.over = False
+
+    def begin(
+        self, process: subprocess.Popen[bytes], pipe: _Fd, wake: threading.Event
+    ) -> None:
+        self.process = process
+        self.started_at = time.monotonic()
+        self.running = {}
+        self.ready = False  # its handler was imported
+        self.killed = False
+        self.ended = 0  # jobs
+        self._reader = threading.Thread(
+            target=self._listen, args=(pipe, wake), daemon=True
+        )
+        self._reader.start()
+
+    def end(self) -> tuple[subprocess.Popen[bytes], int]:
+        """Let go of a process that ended, with its status."""
+        process = cast("subprocess.Popen[bytes]", self.process)
+        self._reader.join(0.5)  # its last reports
+        if process.stdin is not None:
+            process.stdin.close()
+        self.process = None
+        return process, process.wait()
+
+    def _listen(self, pipe: _Fd, wake: threading.Event) -> None:
+        """Read the worker's reports, in a thread, until it dies."""
+        tail = b""
+        while chunk := os.read(pipe.fd, 65536):
+            *lines, tail = (tail + chunk).split(b"\n")
+            for line in lines:
+                self._hear(line.decode())
+        pipe.close()
+        wake.set()
+
+    def _hear(self, line: str) -> None:
+        kind, _, rest = line.partition(" ")
+        token, _, id = rest.partition(" ")
+        if kind == "ready":
+            self.ready = True
+        elif kind == "start":
+            self.running[token] = (json.loads(id), time.monotonic())
+            if self.quota is not None:
+                self.quota -= 1
+        elif self.running.pop(token, None):
+            self.ended += 1
+
+
+class _Supervisor:
+    """Keeps worker processes running, and ends jobs that take too long.
+
+    The processes are started, not forked, so that this works everywhere.
+    Each has a pipe to say which jobs it runs, and one from here whose end
+    tells it to stop, also when the supervisor was killed.  They are sessions
+    of their own: Ctrl-C reaches them once, through here, and a kill takes
+    what they started along.
+    """
+
+    _GOOD_RUN = 10.0  # seconds after which a death is not "at once"
+    _LONGEST_PAUSE = 30.0
+
+    def __init__(self, queue: Queue, args: argparse.Namespace) -> None:
+        self.queue = queue
+        self.args = args
+        self._wake = threading.Event()
+        self._signals = 0
+        self._forwarded = 0
+        self._status = _OK
+        self._ready = False
+        self._slots = [_Slot(quota) for quota in self._quotas()]
+
+    def _quotas(self) -> Iterator[int | None]:
+        """Share --max-jobs out; a place for no job is none."""
+        total, n = self.args.max_jobs, self.args.processes
+        for i in range(n if total is None else min(n, total)):
+            yield None if total is None else total // n + (i < total % n)
+
+    def run(self) -> int:
+        import signal
+
+        def count(signum: int, frame: object) -> None:
+            self._signals += 1  # nothing else: it may interrupt any line
+
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        previous = [signal.signal(number, count) for number in numbers]
+        try:
+            while self._step():
+                self._wake.wait(0.1)
+                self._wake.clear()
+        finally:
+            for number, handler in zip(numbers, previous):
+                signal.signal(number, handler or signal.SIG_DFL)
+            for slot in self._slots:
+                self._kill(slot)
+        return self._status
+
+    def _step(self) -> bool:
+        """Do what is to do; False when nothing is left to supervise."""
+        self._forward()
+        for slot in self._slots:
+            if slot.process is None:
+                self._start_if_due(slot)
+            elif slot.process.poll() is not None:
+                self._bury(slot)
+            else:
+                self._ready = self._ready or slot.ready
+                self._check_time(slot)
+        over = self._signals or self._status != _OK
+        return any(slot.process or not (over or slot.over) for slot in self._slots)
+
+    def _forward(self) -> None:
+        while self._forwarded < self._signals:
+            self._forwarded += 1
+            for slot in self._slots:
+                if slot.process is not None:
+                    self._stop(slot.process)
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        """Stop a worker by its pipe, which says it once: systemd signals the
+        workers too, and a second signal means to give running jobs back."""
+        if process.stdin is not None and not process.stdin.closed:
+            process.stdin.close()
+        elif _WINDOWS:
+            process.kill()
+        else:
+            import signal
+
+            for number in (signal.SIGTERM, signal.SIGINT):  # two never become one
+                process.send_signal(number)
+
+    # One worker's life
+
+    def _start_if_due(self, slot: _Slot) -> None:
+        """The first alone, until its handler is imported: one error, not N."""
+        if self._signals or self._status or slot.over:
+            return
+        if time.monotonic() < slot.start_at:
+            return
+        if self._ready or slot is self._slots[0]:
+            self._start(slot)
+
+    def _start(self, slot: _Slot) -> None:
+        import subprocess
+
+        ours, theirs = map(_Fd.adopt, os.pipe())
+        name, pass_fds = _inheritable(theirs.fd)
+        try:
+            process = subprocess.Popen(
+                self._command(slot, name),
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                close_fds=not _WINDOWS,  # there it would keep the pipe, too
+            )
+        except OSError as exc:  # out of processes, memory, descriptors
+            self._pause(slot, f"no worker can be started: {exc}")
+            return
+        theirs.close()
+        slot.begin(process, ours, self._wake)
+
+    def _pause(self, slot: _Slot, why: str) -> None:
+        slot.pause = min(slot.pause * 2 or 0.1, self._LONGEST_PAUSE)
+        slot.start_at = time.monotonic() + slot.pause
+        _say(f"tiny_queue: {why}; the next starts in {slot.pause:g} s")
+
+    def _command(self, slot: _Slot, report_to: str) -> list[str]:
+        args = self.args
+        command = [*_own_command(), "work", f"--name={args.name}"]
+        command += [f"--report-to={report_to}", f"--threads={args.threads}"]
+        if args.timeout:
+            command.append(f"--timeout={args.timeout}")
+        if slot.quota is not None:
+            command.append(f"--max-jobs={slot.quota}")
+        if args.stop_when_empty:
+            command.append("--stop-when-empty")
+        return [*command, "--", self.queue.path, *args.given]
+
+    def _bury(self, slot: _Slot) -> None:
+        """A worker ended: is it to have a successor, and when?"""
+        process, status = slot.end()
+        self._ready = self._ready or slot.ready
+        bounded = self.args.stop_when_empty or slot.quota is not None
+        slot.over = slot.quota == 0 or (status == _OK and bounded)
+        if status == _USAGE and not self._ready:
+            self._status = _USAGE  # it said what is wrong with the arguments
+        if self._signals or self._status or slot.over:
+            return
+        lived = time.monotonic() - slot.started_at
+        if slot.killed or slot.ended or lived >= self._GOOD_RUN:
+            slot.pause = 0.0
+        if not slot.killed:
+            how = f"exit status {status}" if status >= 0 else f"signal {-status}"
+            self._pause(slot, f"worker {process.pid} ended with {how}")
+
+    # Time limit
+
+    def _check_time(self, slot: _Slot) -> None:
+        if not self.args.timeout or slot.killed:
+            return
+        start = time.monotonic() - self.args.timeout
+        for token, (id, since) in list(slot.running.items()):
+            if since <= start:
+                self._fail(id, token)
+                if token in slot.running:
+                    _say(f"tiny_queue: job {id} ran too long; its worker is killed")
+                    self._kill(slot)
+                    return
+
+    def _fail(self, id: str, token: str) -> None:
+        """Settle first, kill then: so it fails with this reason, not with
+        that of a dead holder."""
+        error = f"ran longer than {self.args.timeout:g} s (--timeout)"
+        try:
+            job = self.queue.find(id)
+            if job.token == token:
+                self.queue.task_done(job, False, error)
+        except (JobNotFoundError, LeaseLostError):
+            pass  # settled meanwhile, or cancelled and still running
+        except QueueError as exc:
+            _complain(exc, _REFUSED)  # the holder's death will count instead
+
+    def _kill(self, slot: _Slot) -> None:
+        if slot.process is None or slot.process.poll() is not None:
+            return
+        slot.killed = True
+        if sys.platform == "win32":
+            slot.process.kill()
+            return
+        import signal
+
+        try:
+            os.killpg(slot.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _own_command() -> list[str]:
+    """How to start this very module again."""
+    if __spec__ is None:
+        return [sys.executable, os.path.abspath(__file__)]
+    return [sys.executable, "-m", __spec__.name]
+
+
+def _inheritable(fd: int) -> tuple[str, tuple[int, ...]]:
+    """A child's name for our descriptor, and what Popen is to pass on."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        handle = msvcrt.get_osfhandle(fd)
+        os.set_handle_inheritable(handle, True)
+        return str(handle), ()
+    return str(fd), (fd,)
+
+
+def _work_in_child(args: argparse.Namespace) -> int:
+    reports = _Reports(args.report_to)
+    handler = _import_handler(*args.given)
+    _log_to_stderr()
+    with _open_queue(args) as queue:
+        worker = Worker(
+            queue,
+            reports.around(handler),
+            concurrency=args.threads,
+            max_jobs=args.max_jobs,
+            stop_when_empty=args.stop_when_empty,
+        )
+        _stop_without_supervisor(worker, args.timeout)
+        reports.send("ready")
+        totals = worker.run_forever()
+    counts = ", ".join(f"{name} {n}" for name, n in totals._asdict().items())
+    _log().info("worker %d ends: %s", os.getpid(), counts)
+    return _OK
+
+
+class _Reports:
+    """The worker's end of the pipe to its supervisor."""
+
+    def __init__(self, fd: int) -> None:
+        if sys.platform == "win32":
+            import msvcrt
+
+            fd = msvcrt.open_osfhandle(fd, os.O_WRONLY)
+        self._file = _Fd.adopt(fd)
+        os.set_inheritable(fd, False)  # not for what a handler starts
+
+    def send(self, line: str) -> None:
+        try:
+            _write(self._file.fd, f"{line}\n".encode())  # short, so atomic
+        except BrokenPipeError:
+            pass  # the supervisor is gone, which the other pipe tells too
+
+    def around(self, handler: Callable[[Job], Any]) -> Callable[[Job], Any]:
+        """The handler, with its beginning and end reported."""
+
+        def reported(job: Job) -> Any:
+            self.send(f"start {job.token} {_quote(job.id)}")
+            result = None
+            try:
+                result = handler(job)
+            finally:
+                if not hasattr(result, "__await__"):
+                    self.send(f"end {job.token}")
+            return self._awaited(job, result) if hasattr(result, "__await__") else None
+
+        return reported
+
+    async def _awaited(self, job: Job, result: Any) -> None:
+        try:
+            await result
+        finally:
+            self.send(f"end {job.token}")
+
+
+def _import_handler(name: str) -> Callable[[Job], Any]:
+    """MODULE:FUNCTION, found from the current directory on."""
+    import importlib
+
+    # Its `import tiny_queue` must find this module, not a second copy whose
+    # Retry and Fail would be other classes.
+    own = __spec__.name if __spec__ is not None else "tiny_queue"
+    sys.modules.setdefault(own, sys.modules[__name__])
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise _RefusalError(
+            f"cannot import {name!r}: {exc}; give MODULE:FUNCTION", _USAGE
+        ) from exc
+    if not callable(found):
+        raise _RefusalError(f"{name!r} is a {type(found).__name__}, no function", 2)
+    return cast("Callable[[Job], Any]", found)
+
+
+def _log_to_stderr() -> None:
+    """Show the worker's log, unless the handler's module has set one up."""
+    import logging
+
+    class Plain(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return "\n".join(map(_visible, super().format(record).split("\n")))
+
+    stream = logging.StreamHandler()
+    stream.setFormatter(Plain("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[stream])
+
+
+def _stop_without_supervisor(worker: Worker, timeout: float | None) -> None:
+    """Stop when standard input ends: the supervisor closed it, or died."""
+    lifeline = _Fd.adopt(os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # what a handler starts must not wait for our lifeline
+    os.close(null)
+
+    def watch() -> None:
+        os.read(lifeline.fd, 1)
+        grace = math.inf if timeout is None else timeout + 5.0
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline:
+            worker.stop()
+            time.sleep(0.5)
+        os._exit(_REFUSED)  # nobody else is left to end a job that hangs
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
