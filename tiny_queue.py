@@ -1459,7 +1459,8 @@ class _FileCore(_Engine):
                 done = self._catch_up()
                 result = body(*args) if done else None
                 self._compact_if_due()
-                index.dirty = index.careful = False
+                index.dirty = False
+                index.careful = index.careful and not done
                 return done, result
             except _StaleError:  # the files are not what the index remembers
                 index.discard()
@@ -1518,10 +1519,15 @@ class _FileCore(_Engine):
             if index.dirty:
                 return
             index.dirty = True
-            for data in self._store.files:
-                if not self._read(data, data.size):
-                    break
-            index.dirty = False
+            try:
+                for data in self._store.files:
+                    if not self._read(data, data.size):
+                        break
+                index.dirty = False
+            except _StaleError:
+                pass  # still dirty, so it is forgotten
+            except OSError as exc:
+                raise self._refused(exc) from exc
 
     def _set_damage_aside(self) -> None:
         """Keep damaged lines in NAME.damaged and out of the data files."""
@@ -1567,6 +1573,8 @@ class _FileCore(_Engine):
         """Compact unasked: a failure costs nothing but space."""
         try:
             self._compact()
+        except _StaleError:
+            self._index.discard()
         except OSError as exc:
             _log().warning("compaction failed: %s", exc)
             self._compact_above = max(self._compact_above, self._index.superseded) * 2
@@ -2142,26 +2150,36 @@ class _FileEngine(_FileLeases):
 
     def _change_many(self, make: Callable[..., Iterator[_Change]], *args: Any) -> int:
         """Append many single changes, in writes of bounded size."""
-        count, tickets = self._transact(self._changes, make, args)
-        self._commit(*tickets)
-        return cast(int, count)
+        total, more = 0, True
+        while more:
+            count, tickets, more = self._transact(self._changes, make, args)
+            self._commit(*tickets)
+            total += count
+        return total
 
     def _changes(
         self, make: Callable[..., Iterator[_Change]], args: Any
-    ) -> tuple[int, list[_Ticket | None]]:
+    ) -> tuple[int, list[_Ticket | None], bool]:
+        """Whether there may be more: a stale index must not undo the count."""
         count = size = 0
         tickets: list[_Ticket | None] = []
         group: list[_Change] = []
-        for change in make(*args):
-            group.append(change)
-            count += 1
-            size += len(change.line)
-            if size > _MIB:
-                tickets.append(self._append_group(group))
-                group, size = [], 0
+        try:
+            for change in make(*args):
+                group.append(change)
+                size += len(change.line)
+                if size > _MIB:
+                    tickets.append(self._append_group(group))
+                    count += len(group)
+                    group, size = [], 0
+        except _StaleError:
+            if not count:
+                raise
+            self._index.discard()
+            return count, tickets, True
         if group:
             tickets.append(self._append_group(group))
-        return count, tickets
+        return count + len(group), tickets, False
 
     def _append_group(self, group: list[_Change]) -> _Ticket | None:
         file = _FILE_OF[group[0].state]
@@ -2203,10 +2221,14 @@ class _FileEngine(_FileLeases):
         files = self._locked(self._store.glimpse, write=False)
         found = []
         for name, inode, size in files:
-            for number, line in enumerate(inode.all_lines(size), 1):
-                reason = _flaw(line, kept=name.endswith(".damaged"))
-                if reason:
-                    found.append(Damage(name, number, reason))
+            number = 0
+            try:
+                for number, line in enumerate(inode.all_lines(size), 1):
+                    reason = _flaw(line, kept=name.endswith(".damaged"))
+                    if reason:
+                        found.append(Damage(name, number, reason))
+            except _StaleError:
+                found.append(Damage(name, number + 1, "shrank while it was read"))
         return found
 
     def close(self) -> None:
@@ -2619,12 +2641,12 @@ class _Index:
 
     def __init__(self) -> None:
         self.burnt: dict[bytes, int] = {}
+        self.careful = False  # a checksum proved not to be enough
         self.discard()
 
     def discard(self) -> None:
         """Forget all but the revs that failed writes have used up."""
         self.loaded = False  # whether anything was ever read
-        self.careful = False  # a checksum proved not to be enough
         self.dirty = False
         self.read = [0, 0, 0]  # how far each file is indexed
         self.marks = [b"", b"", b""]  # the last bytes before that
