@@ -818,16 +818,16 @@ _MAX_PAYLOAD = 1 << 30
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 
-def _shallow(text: str) -> bool:
-    """Whether JSON text nests at most _MAX_DEPTH levels."""
-    if text.count("[") + text.count("{") <= _MAX_DEPTH:
+def _shallow(text: str, limit: int = _MAX_DEPTH) -> bool:
+    """Whether JSON text nests at most so many levels."""
+    if text.count("[") + text.count("{") <= limit:
         return True
     depth = 0
     for match in _BRACKETS.finditer(text):
         mark = match.group()
         if mark in "[{":
             depth += 1
-            if depth > _MAX_DEPTH:
+            if depth > limit:
                 return False
         elif mark in "]}":
             depth -= 1
@@ -1901,7 +1901,8 @@ class _FileLeases(_FileCore):
             reason = lease.over(alive.get(number), clock, now, older_than)
             if reason:
                 over.append(lease._replace(reason=reason))
-        return over
+        entries = self._index.entries  # in the order of the file, for everybody
+        return sorted(over, key=lambda lease: entries[lease.key] >> 64)
 
     def _first_lapses(
         self, clock: float, now: float
@@ -2449,7 +2450,7 @@ def _own_record(body: bytes) -> _Record | None:
     except (StopIteration, ValueError):
         return None
     except RecursionError:
-        if _shallow(text):
+        if _shallow(text, _MAX_DEPTH + 1):
             raise  # the caller's own stack is nearly full
         return None
     if not fields.keys() >= _NEEDED or text.find("{", 1, place) >= 0:
@@ -2466,7 +2467,7 @@ def _any_record(line: bytes) -> _Record:
         raise _DamagedError("checksum does not match")
     try:
         text = line.decode("utf-8")
-        if not _shallow(text):
+        if not _shallow(text, _MAX_DEPTH + 1):  # the record is one level itself
             raise _DamagedError(f"nested deeper than {_MAX_DEPTH} levels")
         fields = _decoder.decode(text)
     except UnicodeDecodeError as exc:
