@@ -18,14 +18,18 @@ sleeps to let another process get on.
 from __future__ import annotations
 
 import ast
+import asyncio
 import collections
+import contextlib
 import copy
 import datetime
 import decimal
 import errno
 import fcntl
+import functools
 import gc
 import inspect
+import io
 import json
 import logging
 import math
@@ -35,6 +39,7 @@ import pickle
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -42,6 +47,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -1982,6 +1988,402 @@ print(sorted(job.payload for job in queue.jobs()))
             one.put(n)
             two.task_done(two.get())
         self.assertEqual(len(one), 0)
+
+
+# Worker
+# =============================================================================
+
+
+def quick(attempt):
+    return 0.0
+
+
+class WorkerCase(unittest.TestCase):
+    """A queue and a worker that ends when there is nothing left."""
+
+    def setUp(self):
+        self.path = os.path.join(tempfile.mkdtemp(prefix="tq-"), "jobs")
+        self.addCleanup(shutil.rmtree, os.path.dirname(self.path), True)
+        self.queue = tq.Queue(self.path, fsync=False, backoff=quick)
+        self.addCleanup(self.queue.close)
+        logging.getLogger("tiny_queue").setLevel(logging.CRITICAL)
+
+    def work(self, handler, **options):
+        options.setdefault("stop_when_empty", True)
+        return tq.Worker(self.queue, handler, 0.05, **options).run_forever()
+
+    def child(self, body, *args):
+        """A process that runs a script with `queue` opened and `tq` imported."""
+        script = "import os, signal, sys, time\nimport tiny_queue as tq\n"
+        script += "queue = tq.Queue(sys.argv[1], fsync=False, lease_timeout=%r)\n"
+        script = script % self.queue.lease_timeout + textwrap.dedent(body)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, self.path, *args],
+            env={**os.environ, "PYTHONPATH": ROOT},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.addCleanup(process.stdout.close)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        return process
+
+
+class WorkerOutcomeTest(WorkerCase):
+    """What a handler does, and what becomes of its job."""
+
+    def test_a_return_is_done(self):
+        """Each job once, and the totals say so."""
+        self.queue.put_many(range(20))
+        seen = []
+        totals = self.work(lambda job: seen.append(job.payload), concurrency=3)
+        self.assertEqual(sorted(seen), list(range(20)))
+        self.assertEqual(totals, tq.Totals(20, 0, 0, 0, 0))
+        self.assertEqual(self.queue.stats()[:4], (0, 0, 0, 0))
+
+    def test_an_exception_is_retried_then_dead(self):
+        """max_retries + 1 deliveries, then dead with Type: message."""
+        for retries in (0, 1, 3):
+            self.queue.put(retries, id=f"r{retries}", max_retries=retries)
+
+        def handler(job):
+            raise ValueError(f"no {job.payload}")
+
+        totals = self.work(handler)
+        self.assertEqual(totals, tq.Totals(0, 4, 3, 0, 0))
+        for job in self.queue.dead_letter():
+            self.assertEqual(job.attempts, job.payload + 1)
+            self.assertEqual(job.last_error, f"ValueError: no {job.payload}")
+
+    def test_retry_snooze_and_fail(self):
+        """Retry counts, Snooze does not, Fail is final."""
+        raised = {
+            "retry": [tq.Retry(), tq.Retry(0.01)],
+            "snooze": [tq.Snooze(0.01)] * 2,
+            "fail": [tq.Fail("no such user")],
+        }
+        for name in raised:
+            self.queue.put(None, id=name)
+        attempts = {}
+
+        def handler(job):
+            attempts[job.id] = job.attempts
+            if raised[job.id]:
+                raise raised[job.id].pop(0)
+
+        totals = tq.Totals(0, 0, 0, 0, 0)
+        while self.queue.stats().pending:
+            totals = tq.Totals(*map(sum, zip(totals, self.work(handler))))
+        self.assertEqual(attempts, {"retry": 3, "snooze": 1, "fail": 1})
+        self.assertEqual(totals, tq.Totals(2, 2, 1, 2, 0))
+        self.assertEqual(self.queue.find("fail").last_error, "no such user")
+
+    def test_wrong_arguments_of_the_outcomes(self):
+        """Refused where they are made."""
+        for make in (tq.Retry, tq.Snooze):
+            for bad in (-1, float("nan"), float("inf")):
+                self.assertRaises(ValueError, make, bad)
+            self.assertRaises(TypeError, make, "1")
+
+    def test_hostile_exceptions(self):
+        """Their text may raise, be huge or hold lone surrogates."""
+
+        class Mute(Exception):
+            def __str__(self):
+                raise RuntimeError("no text")
+
+        class Odd(BaseException):
+            pass
+
+        errors = [Mute(), ValueError("x" * 50_000_000), ValueError("\udcff\n"), Odd()]
+        for i, _ in enumerate(errors):
+            self.queue.put(i, id=str(i), max_retries=0)
+
+        def handler(job):
+            raise errors[job.payload]
+
+        with self.assertLogs("tiny_queue", "WARNING") as logs:
+            totals = self.work(handler)
+        self.assertEqual(totals.dead, 4)
+        texts = [job.last_error for job in self.queue.dead_letter()]
+        self.assertIn("Mute", texts[0])
+        self.assertLessEqual(max(map(len, texts)), 64 * 1024)
+        self.assertEqual(texts[2], "ValueError: \udcff\n")
+        self.assertLess(sum(map(len, logs.output)), 200_000)
+
+    def test_system_exit_and_keyboard_interrupt(self):
+        """The job is given back uncounted, and the worker stops."""
+        for kind in (SystemExit, KeyboardInterrupt):
+            self.queue.put(1, id="a")
+            self.queue.put(2, id="b")
+
+            def handler(job, kind=kind):
+                raise kind
+
+            self.assertEqual(self.work(handler), tq.Totals(0, 0, 0, 1, 0))
+            for id in "ab":
+                self.assertEqual(self.queue.find(id).state, "pending")
+                self.assertEqual(self.queue.find(id).attempts, 0)
+                self.queue.cancel(id)
+
+    def test_payloads_are_not_logged(self):
+        """Ids and counts only."""
+        self.queue.put("secret payload", id="a", max_retries=0)
+        with self.assertLogs("tiny_queue") as logs:
+            self.work(lambda job: 1 / 0)
+        self.assertNotIn("secret payload", "".join(logs.output))
+        self.assertIn("ZeroDivisionError", "".join(logs.output))
+
+
+class WorkerAsyncTest(WorkerCase):
+    """Coroutines are run before anything is acknowledged."""
+
+    def test_every_form_of_async_handler(self):
+        """async def, a partial of one, an object, a coroutine returned."""
+        ran = []
+
+        async def handler(job):
+            await asyncio.sleep(0)
+            ran.append((job.payload, asyncio.get_running_loop()))
+
+        class Callable:
+            async def __call__(self, job):
+                await handler(job)
+
+        forms = [handler, functools.partial(handler), Callable(), lambda j: handler(j)]
+        for form in forms:
+            self.queue.put_many([1, 2])
+            before = len(ran)
+            self.assertEqual(self.work(form, concurrency=2).done, 2)
+            self.assertEqual(len(ran) - before, 2)
+            self.assertEqual(len({loop for _, loop in ran[before:]}), 1)
+
+    def test_an_async_failure_is_a_failure(self):
+        """Its exception counts like any other."""
+
+        async def handler(job):
+            raise LookupError("gone")
+
+        self.queue.put(1, max_retries=0)
+        self.assertEqual(self.work(handler).dead, 1)
+        self.assertEqual(next(self.queue.dead_letter()).last_error, "LookupError: gone")
+
+    def test_inside_a_running_loop(self):
+        """A worker in a thread of an asyncio program."""
+
+        async def main():
+            async def handler(job):
+                await asyncio.sleep(0)
+
+            self.queue.put(1)
+            return await asyncio.get_running_loop().run_in_executor(
+                None, self.work, handler
+            )
+
+        self.assertEqual(asyncio.run(main()).done, 1)
+
+
+class WorkerLimitsTest(WorkerCase):
+    """When a worker stops, and what it leaves behind."""
+
+    def test_max_jobs(self):
+        """Never one too many, with threads either."""
+        self.queue.put_many(range(10))
+        self.assertEqual(self.work(lambda job: None, max_jobs=7, concurrency=4).done, 7)
+        self.assertEqual(len(self.queue), 3)
+        self.assertEqual(self.work(lambda job: None, max_jobs=0).done, 0)
+
+    def test_run_once(self):
+        """One job in this thread; False when there is none."""
+        self.queue.put_many([1, 2])
+        names = []
+        worker = tq.Worker(self.queue, lambda job: names.append(threading.get_ident()))
+        results = [worker.run_once() for _ in range(3)]
+        self.assertEqual(results, [True, True, False])
+        self.assertEqual(set(names), {threading.get_ident()})
+
+    def test_stop_from_another_thread(self):
+        """The running job is finished, none is begun, no thread stays."""
+        before = threading.active_count()
+        begun, go = threading.Event(), threading.Event()
+
+        def handler(job):
+            begun.set()
+            go.wait(10)
+
+        self.queue.put_many([1, 2])
+        worker = tq.Worker(self.queue, handler)
+        results = []
+        thread = threading.Thread(target=lambda: results.append(worker.run_forever()))
+        thread.start()
+        self.assertTrue(begun.wait(10))
+        worker.stop()
+        go.set()
+        thread.join(10)
+        self.assertEqual(results, [tq.Totals(1, 0, 0, 0, 0)])
+        self.assertEqual(self.queue.stats()[:3], (1, 0, 0))
+        self.assertEqual(threading.active_count(), before)
+
+    def test_wrong_arguments(self):
+        """Refused at construction."""
+        with self.assertRaises(TypeError):
+            tq.Worker(self.queue, "no handler")
+        for name, bad in (("concurrency", 0), ("max_jobs", -1), ("poll_interval", 0)):
+            with self.assertRaises(ValueError):
+                tq.Worker(self.queue, print, **{name: bad})
+
+    def test_it_reaps_at_its_start(self):
+        """A job whose holder died is run, attempts counted."""
+        self.queue.put(1, id="a")
+        child = self.child("queue.get(); os.kill(os.getpid(), 9)")
+        child.wait(10)
+        seen = []
+        self.work(lambda job: seen.append((job.id, job.attempts)))
+        self.assertEqual(seen, [("a", 2)])
+
+
+class WorkerLeaseTest(WorkerCase):
+    """Leases are renewed while a handler runs, and no longer."""
+
+    def setUp(self):
+        super().setUp()
+        self.queue = tq.Queue(self.path, fsync=False, lease_timeout=0.5)
+
+    def steal(self, stop):
+        """Reap and get as fast as another worker could, until told to stop."""
+        other = tq.Queue(self.path, fsync=False, lease_timeout=0.5)
+        stolen = []
+        while not stop.wait(0.05):
+            other.reap_stale(0.5)
+            stolen.extend(job for job in [other.get()] if job)
+        return stolen
+
+    def test_a_long_job_runs_once(self):
+        """Three lease times of sleep and of pure Python, others polling."""
+        starts, stop, stolen = [], threading.Event(), []
+        thief = threading.Thread(target=lambda: stolen.append(self.steal(stop)))
+
+        def handler(job):
+            starts.append(job.id)
+            if len(starts) == 2:
+                thief.start()
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                time.sleep(1.5 if job.payload == "sleep" else 0)
+
+        self.queue.put("sleep", id="s")
+        self.queue.put("loop", id="l")
+        totals = self.work(handler, concurrency=2)
+        stop.set()
+        thief.join()
+        self.assertEqual((stolen, sorted(starts)), ([[]], ["l", "s"]))
+        self.assertEqual(totals, tq.Totals(2, 0, 0, 0, 0))
+
+    def test_a_lost_lease_is_counted_and_survived(self):
+        """The late outcome changes nothing, and the next job is run."""
+        self.queue.put(1, id="a")
+        self.queue.put(2, id="b")
+        other = tq.Queue(self.path, fsync=False)
+
+        def handler(job):
+            if job.id == "a":
+                other.cancel("a")
+
+        self.assertEqual(self.work(handler), tq.Totals(1, 0, 0, 0, 1))
+        self.assertEqual(self.queue.stats()[:4], (0, 0, 0, 0))
+
+    def test_errors_of_the_queue_are_survived(self):
+        """A failing get or settle is logged and tried again."""
+        self.queue.put(1)
+        failures = {"get": 1, "task_done": 2}
+
+        def failing(name):
+            real = getattr(self.queue, name)
+
+            def call(*args, **kwargs):
+                if failures[name]:
+                    failures[name] -= 1
+                    raise tq.QueueError("disk full")
+                return real(*args, **kwargs)
+
+            return mock.patch.object(self.queue, name, call)
+
+        with failing("get"), failing("task_done"):
+            with self.assertLogs("tiny_queue", "ERROR") as logs:
+                self.assertEqual(self.work(lambda job: None).done, 1)
+        self.assertEqual(len(logs.output), 3)
+
+
+class WorkerSignalTest(WorkerCase):
+    """SIGTERM and SIGINT, as a service manager sends them."""
+
+    WORK = """
+        def handler(job):
+            print("start", job.id, flush=True)
+            end = time.monotonic() + float(sys.argv[2])
+            while time.monotonic() < end:
+                time.sleep(0.01)
+            print("end", job.id, flush=True)
+        before = signal.getsignal(signal.SIGTERM)
+        totals = tq.Worker(queue, handler, poll_interval=60).run_forever()
+        assert signal.getsignal(signal.SIGTERM) == before
+        print(*totals, flush=True)
+    """
+
+    def start(self, seconds):
+        self.queue.put_many(range(3), ids=["a", "b", "c"])
+        child = self.child(self.WORK, str(seconds))
+        self.assertEqual(child.stdout.readline(), "start a\n")
+        return child
+
+    def test_a_signal_lets_the_running_job_finish(self):
+        """Acknowledged, none begun afterwards, status 0; a burst is one."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            child = self.start(0.7)
+            for _ in range(20):
+                child.send_signal(number)
+            self.assertEqual(child.communicate(timeout=10)[0], "end a\n1 0 0 0 0\n")
+            self.assertEqual(child.returncode, 0)
+            self.assertEqual(self.queue.stats()[:3], (2, 0, 0))
+            self.queue.purge("pending")
+
+    def test_a_second_signal_gives_the_job_back(self):
+        """At once, and uncounted."""
+        child = self.start(30)
+        child.send_signal(signal.SIGTERM)
+        time.sleep(0.4)  # longer than a burst
+        child.send_signal(signal.SIGTERM)
+        self.assertEqual(child.communicate(timeout=5)[0], "0 0 0 1 0\n")
+        self.assertEqual(self.queue.find("a").attempts, 0)
+        self.assertEqual(self.queue.find("a").state, "pending")
+
+    def test_a_signal_ends_an_idle_worker(self):
+        """Within two seconds, whatever its poll_interval."""
+        child = self.child(
+            "print('up', flush=True)\n" + textwrap.dedent(self.WORK), "0"
+        )
+        self.assertEqual(child.stdout.readline(), "up\n")
+        self.queue.put(1, id="z")
+        child.stdout.readline()
+        began = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=10)
+        self.assertLess(time.monotonic() - began, 2.0)
+        self.assertEqual(child.returncode, 0)
+
+    def test_in_a_thread_it_leaves_signals_alone(self):
+        """It works there, and installs nothing."""
+        before = signal.getsignal(signal.SIGTERM)
+        self.queue.put(1)
+        during = []
+        thread = threading.Thread(
+            target=lambda: self.work(
+                lambda job: during.append(signal.getsignal(signal.SIGTERM))
+            )
+        )
+        thread.start()
+        thread.join(10)
+        self.assertEqual(during, [before])
 
 
 # Engine contract
@@ -4420,6 +4822,1022 @@ class ProcessesTest(Case):
             for thread in threads:
                 thread.join(PATIENCE)
         self.assertEqual(queue.verify(), [])
+
+
+# Command line
+# =============================================================================
+
+CLI = [sys.executable, "-m", "tiny_queue"]
+COMMANDS = tuple(tq._COMMANDS)
+HOSTILE = "a\x1b[31m\x07\x9b2J\u202eevil\u2066\ud800\x7f"
+RAW = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+
+
+class Terminal:
+    """A command on a pseudo-terminal that is its controlling one."""
+
+    def __init__(self, command, cwd, env, columns=100, rows=30):
+        import fcntl
+        import pty
+        import struct
+        import termios
+
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            try:
+                os.chdir(cwd)
+                size = struct.pack("HHHH", rows, columns, 0, 0)
+                fcntl.ioctl(0, termios.TIOCSWINSZ, size)
+                os.execve(command[0], command, env)
+            finally:
+                os._exit(127)
+        self.seen = ""
+        self._bytes = b""
+        self._status = None
+
+    def read_until(self, text, timeout=PATIENCE):
+        """Read until a text was shown since the last call; return all of it."""
+        deadline = time.monotonic() + timeout
+        while text not in self.seen:
+            if not self._more(deadline - time.monotonic()):
+                raise AssertionError(f"{text!r} was not shown, but {self.seen!r}")
+        head, _, self.seen = self.seen.partition(text)
+        return head + text
+
+    def _more(self, seconds):
+        if not select.select([self.fd], [], [], max(0, seconds))[0]:
+            return False
+        try:
+            chunk = os.read(self.fd, 65536)
+        except OSError:  # Linux says so when the last process has left
+            return False
+        self.seen += chunk.decode("utf-8", "surrogateescape").replace("\r\n", "\n")
+        return bool(chunk)
+
+    def type(self, keys):
+        os.write(self.fd, keys.encode())
+
+    def modes(self):
+        import termios
+
+        return termios.tcgetattr(self.fd)
+
+    def end(self):
+        """Wait for the end; return what was left to read, and the status."""
+        while self._more(PATIENCE):
+            pass
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.fd)
+        self.fd = -1
+        return self.seen, os.waitstatus_to_exitcode(status)
+
+
+class CommandLineCase(unittest.TestCase):
+    """Runs commands in a temporary directory, where `jobs` is the queue."""
+
+    REAL = False  # whether each command is a process; calling main() is faster
+
+    def setUp(self):
+        self.folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, self.folder)
+        self.path = os.path.join(self.folder, "jobs")
+        self.env = {**os.environ, "PYTHONPATH": ROOT, "TERM": "xterm"}
+        for name in ("TINY_QUEUE_DIR", "NO_COLOR", "COLUMNS", "LINES"):
+            self.env.pop(name, None)
+
+    def command(self, *args, status=0, stdin="", **env):
+        """Run a command, check its exit status, return (stdout, stderr)."""
+        if not (self.REAL or stdin or env):
+            return self.inside(*args, status=status)
+        ran = subprocess.run(
+            [*CLI, *args],
+            input=stdin,
+            capture_output=True,
+            cwd=self.folder,
+            env={**self.env, **env},
+            encoding="utf-8",
+            timeout=60,
+        )
+        self.assertEqual(ran.returncode, status, (args, ran.stdout, ran.stderr))
+        self.assertNotIn("Traceback", ran.stderr)
+        return ran.stdout, ran.stderr
+
+    def inside(self, *args, status):
+        """Call main() in this process; return what it wrote."""
+        out, err = io.StringIO(), io.StringIO()
+        home = mock.patch.dict(os.environ, TINY_QUEUE_DIR="", COLUMNS="200")
+        stdin = mock.patch.object(sys, "stdin", io.StringIO())
+        before = os.getcwd()
+        os.chdir(self.folder)
+        try:
+            with home, stdin, contextlib.redirect_stdout(out):
+                with contextlib.redirect_stderr(err):
+                    got = tq.main(args)
+        except SystemExit as exc:
+            got = exc.code
+        finally:
+            os.chdir(before)
+        self.assertEqual(got, status, (args, err.getvalue()))
+        return out.getvalue(), err.getvalue()
+
+    def answers(self, *args, **options):
+        """Run a command, return the objects that it printed, one a line."""
+        return [json.loads(s) for s in self.command(*args, **options)[0].splitlines()]
+
+    def answer(self, *args, **options):
+        (answer,) = self.answers(*args, **options)
+        return answer
+
+    def terminal(self, *args, columns=100, rows=30, **env):
+        terminal = Terminal(
+            [*CLI, *args], self.folder, {**self.env, **env}, columns, rows
+        )
+        self.addCleanup(lambda: terminal.fd >= 0 and terminal.end())
+        self.addCleanup(self.kill, terminal.pid)
+        return terminal
+
+    def kill(self, pid):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def queue(self, **options):
+        queue = tq.Queue(self.path, **options)
+        self.addCleanup(queue.close)
+        return queue
+
+
+# Command line: commands
+# =============================================================================
+
+
+class PutTest(CommandLineCase):
+    def test_put_makes_the_queue_and_prints_the_job(self):
+        """put is durable at exit: another process finds the job."""
+        job = self.answer("put", "jobs", '{"n": 1}')
+        self.assertEqual(job["payload"], {"n": 1})
+        self.assertEqual(self.queue().find(job["id"]).payload, {"n": 1})
+
+    def test_options_reach_the_job(self):
+        """--id --delay --priority --max-retries are the job's own."""
+        before = time.time()
+        job = self.answer(
+            "put", "jobs", "--id", "a", "--delay", "1h", "--priority", "7", "-5",
+            "--max-retries", "0",
+        )  # fmt: skip
+        self.assertEqual(
+            [job["id"], job["priority"], job["max_retries"], job["payload"]],
+            ["a", 7, 0, -5],
+        )
+        self.assertAlmostEqual(job["run_at"], before + 3600, delta=30)
+
+    def test_at_takes_iso_and_epoch(self):
+        """--at is an instant: ISO 8601, or epoch seconds."""
+        one = self.answer("put", "jobs", "1", "--at", "2100-01-01T00:00:00+00:00")
+        two = self.answer("put", "jobs", "1", "--at", "4102444800")
+        self.assertEqual([one["run_at"], two["run_at"]], [4102444800.0] * 2)
+
+    def test_bad_json_says_how_to_quote_and_makes_nothing(self):
+        """A payload that is no JSON is wrong usage; no directory appears."""
+        for text in ("hello", "{a: 1}", "NaN", "1e999", "", "[" * 5000):
+            _, err = self.command("put", "jobs", text, status=2)
+            self.assertIn("not valid JSON", err)
+            self.assertIn("--string", err)
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def test_string_takes_any_text(self):
+        """--string puts plain text, also one that begins with a dash."""
+        self.assertEqual(self.answer("put", "jobs", "-s", "a b")["payload"], "a b")
+        job = self.answer("put", "--string", "jobs", "--", "--id")
+        self.assertEqual(job["payload"], "--id")
+
+    def test_an_id_that_is_alive_is_refused(self):
+        """A duplicate id exits 1 and adds nothing."""
+        self.command("put", "jobs", "1", "--id", "a")
+        _, err = self.command("put", "jobs", "2", "--id", "a", status=1)
+        self.assertIn("'a' is already pending", err)
+        self.assertEqual(len(self.queue()), 1)
+
+    def test_directory_from_the_environment(self):
+        """TINY_QUEUE_DIR stands in for DIR, and an explicit DIR wins."""
+        self.command("put", "1", TINY_QUEUE_DIR=self.path)
+        self.command("put", "other", "2", TINY_QUEUE_DIR=self.path)
+        self.command("put", "--id", "a", "3", TINY_QUEUE_DIR=self.path)
+        self.assertEqual([job.payload for job in self.queue().jobs()], [1, 3])
+
+    def test_names_are_queues_of_their_own(self):
+        """-n picks the queue, and a missing one is told with those there."""
+        self.command("put", "jobs", "1", "-n", "mail")
+        self.assertEqual(self.answer("ls", "jobs", "--name", "mail")["payload"], 1)
+        _, err = self.command("ls", "jobs", status=3)
+        self.assertIn("mail", err)
+
+
+class PutLinesTest(CommandLineCase):
+    def test_each_line_is_a_job_in_order(self):
+        """put - takes NDJSON, more than one batch, CRLF, BOM and blank lines."""
+        lines = "\ufeff0\r\n\n" + "".join(f"{n}\n" for n in range(1, 2500)) + "2500"
+        self.assertEqual(self.answer("put", "jobs", "-", stdin=lines), {"put": 2501})
+        payloads = [job.payload for job in self.queue().jobs()]
+        self.assertEqual(payloads, list(range(2501)))
+
+    def test_a_bad_line_is_reported_with_what_was_put_before(self):
+        """All lines before a bad one are put, and none behind it."""
+        lines = "".join(f"{n}\n" for n in range(1500)) + "oops\n7\n"
+        out, err = self.command("put", "jobs", "-", stdin=lines, status=1)
+        self.assertEqual(out, "")
+        self.assertIn("1500 jobs were put", err)
+        self.assertIn("line 1501 is not valid JSON", err)
+        self.assertEqual(len(self.queue()), 1500)
+
+    def test_options_of_a_single_job_are_refused(self):
+        """--id, --at and --max-retries make no sense for many; usage."""
+        for option in ("--id=a", "--at=1", "--max-retries=1"):
+            _, err = self.command("put", "jobs", "-", option, stdin="1", status=2)
+            self.assertIn(option.split("=")[0], err)
+        self.command("put", "jobs", "-", "--delay=60", "--priority=2", stdin="1")
+        self.assertEqual([j.priority for j in self.queue().jobs()], [2])
+
+    def test_a_slow_producer_does_not_wait_for_a_batch(self):
+        """A line is put when it arrives, while the pipe stays open."""
+        with subprocess.Popen(
+            [*CLI, "put", "jobs", "-"], cwd=self.folder, env=self.env,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            process.stdin.write(b"1\n2")
+            process.stdin.flush()
+            queue = self.queue()
+            eventually(lambda: len(queue) == 1)
+            out, _ = process.communicate(timeout=PATIENCE)
+        self.assertEqual(json.loads(out), {"put": 2})
+
+    def test_progress_is_shown_on_a_terminal_only(self):
+        """The progress line goes to a terminal's standard error."""
+        terminal = self.terminal("put", "jobs", "-", "--string")
+        terminal.type("hello\n")
+        terminal.read_until("1 jobs put")
+        terminal.type("\x04")
+        shown, status = terminal.end()
+        self.assertEqual(status, 0)
+        self.assertIn("put 1 job", shown)
+
+
+class GetTest(CommandLineCase):
+    REAL = True
+
+    def test_get_done_is_a_cycle_for_scripts(self):
+        """get's id and token are what done takes; then the queue is empty."""
+        self.command("put", "jobs", '"x"')
+        job = self.answer("get", "jobs")
+        self.assertEqual(list(job)[:2], ["id", "token"])
+        self.assertEqual([job["payload"], job["attempts"]], ["x", 1])
+        self.assertEqual(self.command("done", "jobs", job["id"], job["token"])[0], "")
+        self.assertEqual(self.command("get", "jobs", status=3)[0], "")
+
+    def test_the_lease_outlives_the_process(self):
+        """A job of get is not delivered anew because get's process ended."""
+        self.command("put", "jobs", "1")
+        self.command("get", "jobs")
+        self.command("get", "jobs", status=3)
+        self.assertEqual(self.queue().stats().inflight, 1)
+
+    def test_a_short_lease_ends(self):
+        """--lease bounds the delivery; the old token is refused then."""
+        self.command("put", "jobs", "1")
+        old = self.answer("get", "jobs", "--lease", "0.05")
+        new = self.answer("get", "jobs", "--timeout", "10")
+        self.assertEqual(new["id"], old["id"])
+        _, err = self.command("done", "jobs", old["id"], old["token"], status=1)
+        self.assertIn("no longer leased", err)
+        self.command("done", "jobs", new["id"], new["token"])
+
+    def test_get_waits_for_a_put(self):
+        """--timeout waits, also for a queue that is not there yet."""
+        with subprocess.Popen(
+            [*CLI, "get", "jobs", "--timeout", "20"], cwd=self.folder, env=self.env,
+            stdout=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            eventually(lambda: os.path.exists(self.path))
+            self.queue().put("late")
+            out, _ = process.communicate(timeout=PATIENCE)
+        self.assertEqual(json.loads(out)["payload"], "late")
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
+    def test_a_job_that_nobody_saw_is_given_back(self):
+        """If get cannot print the job, it is pending again and uncounted."""
+        self.command("put", "jobs", "1", "--id", "a")
+        with open("/dev/full", "w") as full:
+            ran = subprocess.run(
+                [*CLI, "get", "jobs"], cwd=self.folder, env=self.env,
+                stdout=full, stderr=subprocess.PIPE, timeout=60,
+            )  # fmt: skip
+        self.assertEqual(ran.returncode, 1)
+        job = self.queue().find("a")
+        self.assertEqual([job.state, job.attempts], ["pending", 0])
+
+
+class SettleTest(CommandLineCase):
+    REAL = True
+
+    def lease(self, **options):
+        self.queue().put("x", id="a", **options)
+        job = self.answer("get", "jobs")
+        return job["id"], job["token"]
+
+    def test_fail_retries_after_a_delay(self):
+        """fail keeps the error and delays the next delivery."""
+        self.command("fail", "jobs", *self.lease(), "--error", "oh", "--delay", "1h")
+        job = self.queue().find("a")
+        found = [job.state, job.last_error, job.attempts]
+        self.assertEqual(found, ["pending", "oh", 1])
+        self.assertGreater(job.run_at, time.time() + 3000)
+
+    def test_fail_without_retries_left_is_dead(self):
+        """The last delivery's failure makes the job dead."""
+        self.command("fail", "jobs", *self.lease(max_retries=0), "--error", "oh")
+        self.assertEqual(self.answer("dead", "jobs")["last_error"], "oh")
+
+    def test_fail_dead_buries_at_once(self):
+        """--dead ignores the retries that are left."""
+        self.command("fail", "jobs", *self.lease(), "--dead", "--error", "never")
+        self.assertEqual(self.queue().find("a").state, "dead")
+
+    def test_a_wrong_token_changes_nothing(self):
+        """done and fail of a token that is not the job's exit 1."""
+        id, token = self.lease()
+        for command in ("done", "fail"):
+            _, err = self.command(command, "jobs", id, "0", status=1)
+            self.assertIn("no longer leased to token '0'", err)
+        self.command("done", "jobs", id, token)
+        self.command("done", "jobs", id, token, status=3)
+
+
+class LookingTest(CommandLineCase):
+    def test_a_missing_directory_is_nothing_and_stays_missing(self):
+        """Every command that only looks or changes exits 3, creates nothing."""
+        words = {"done": ["a", "t"], "fail": ["a", "t"], "show": ["a"],
+                 "requeue": ["a"], "cancel": ["a"],
+                 "purge": ["--state=dead", "--yes"]}  # fmt: skip
+        for name in COMMANDS:
+            if name not in ("put", "work"):
+                args = [name, self.path, *words.get(name, [])]
+                out, err = self.inside(*args, status=3)
+                self.assertEqual(out, "")
+                self.assertIn("no queue", err)
+        self.command("get", "jobs", status=3)
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def test_wrong_usage_is_2(self):
+        """No command, an unknown one, missing and surplus words: usage."""
+        self.inside(status=2)
+        self.inside("frobnicate", status=2)
+        for name in COMMANDS:
+            _, err = self.inside(name, status=2)
+            self.assertIn("missing: DIR", err)
+            self.assertIn("TINY_QUEUE_DIR", err)
+            _, err = self.inside(name, *"abcdefg", status=2)
+            self.assertIn("too many arguments", err)
+        self.inside("stats", "jobs", "--frob", status=2)
+        self.inside("stats", "jobs", "-n", "no/name", status=2)
+        self.inside("put", "jobs", "1", "--delay", "soon", status=2)
+
+    def test_ls_filters_and_limits(self):
+        """ls lists by state and at most --limit; nothing listed is 3."""
+        queue = self.queue()
+        queue.put_many(range(5))
+        queue.bury(queue.get(), "bad")
+        self.assertEqual(len(self.answers("ls", "jobs")), 5)
+        dead = self.answer("ls", "jobs", "--state", "dead")
+        self.assertEqual([dead["payload"], dead["last_error"]], [0, "bad"])
+        two = self.answers("ls", "jobs", "--state", "pending", "--limit", "2")
+        self.assertEqual([job["payload"] for job in two], [1, 2])
+        self.command("ls", "jobs", "--state", "inflight", status=3)
+
+    def test_show_is_all_of_one_job(self):
+        """show prints one job; an unknown id is 3."""
+        self.queue().put({"k": "v"}, id="a")
+        self.assertEqual(self.answer("show", "jobs", "a")["payload"], {"k": "v"})
+        self.assertIn("'b'", self.command("show", "jobs", "b", status=3)[1])
+
+    def test_stats_tells_what_is_running(self):
+        """stats counts and lists the inflight jobs and since when."""
+        queue = self.queue()
+        queue.put_many(range(3))
+        queue.put(9, delay=60)
+        job = queue.get()
+        stats = self.answer("stats", "jobs")
+        self.assertEqual([stats["pending"], stats["delayed"], stats["dead"]], [3, 1, 0])
+        self.assertEqual(stats["running"][0]["id"], job.id)
+        self.assertAlmostEqual(stats["running"][0]["leased_at"], time.time(), delta=30)
+        self.assertGreaterEqual(stats["oldest_age"], 0)
+        self.assertGreater(stats["next_due"], time.time())
+
+    def test_prometheus_text_is_well_formed(self):
+        """Each sample follows its HELP and TYPE; labels are escaped."""
+        folder = 'q"uo\\te'
+        tq.Queue(os.path.join(self.folder, folder)).put(1)
+        out, _ = self.command("stats", folder, "--prometheus")
+        sample = re.compile(r'(\w+)\{(?:\w+="(?:[^"\\\n]|\\.)*",?)+\} [0-9.e+-]+')
+        name = None
+        for line in out.splitlines():
+            if line.startswith("# "):
+                name = line.split()[2]
+            else:
+                self.assertEqual(sample.fullmatch(line)[1], name)
+        self.assertIn('q\\"uo\\\\te",state="pending"} 1\n', out)
+
+    def test_verify_lists_damage_and_is_1(self):
+        """A flipped byte is found with file and line; verify exits 1."""
+        queue = self.queue()
+        queue.put_many(["one", "two"])
+        self.assertEqual(self.answers("verify", "jobs"), [])
+        file = os.path.join(self.path, "default.pending.jsonl")
+        with open(file, "rb+") as data:
+            text = data.read().replace(b'"two"', b'"tvo"')
+            data.seek(0)
+            data.write(text)
+        damage = self.answer("verify", "jobs", status=1)
+        self.assertEqual([damage["file"], damage["line"]], [os.path.basename(file), 2])
+
+
+class ChangeTest(CommandLineCase):
+    def bury(self, *ids):
+        queue = self.queue()
+        for id in ids:
+            queue.put(id, id=id)
+            queue.bury(queue.get(), "bad")
+        return queue
+
+    def test_requeue_one_or_all(self):
+        """requeue ID takes that one, --all the rest; not dead is 3."""
+        queue = self.bury("a", "b", "c")
+        self.assertEqual(self.answer("requeue", "jobs", "b"), {"requeued": 1})
+        self.command("requeue", "jobs", "b", status=3)
+        self.assertEqual(self.answer("requeue", "jobs", "--all"), {"requeued": 2})
+        self.assertEqual(len(queue), 3)
+        out = self.answer("requeue", "--all", TINY_QUEUE_DIR=self.path)
+        self.assertEqual(out, {"requeued": 0})
+
+    def test_cancel_removes_one(self):
+        """cancel removes a job; one that is not there is 3."""
+        queue = self.bury("a", "b")
+        self.assertEqual(self.answer("cancel", "jobs", "a"), {"cancelled": 1})
+        self.command("cancel", "jobs", "a", status=3)
+        self.assertEqual([job.id for job in queue.jobs()], ["b"])
+
+    def test_purge_needs_yes_where_nobody_can_be_asked(self):
+        """purge without a terminal and --yes is refused; needs --state."""
+        queue = self.bury("a", "b")
+        self.command("purge", "jobs", "--yes", status=2)
+        self.command("purge", "jobs", "--state", "dead", stdin="y\n", status=1)
+        self.assertEqual(queue.stats().dead, 2)
+        args = ("purge", "jobs", "--state", "dead", "--yes")
+        self.assertEqual(self.answer(*args, "--older-than", "1d"), {"purged": 0})
+        self.assertEqual(self.answer(*args), {"purged": 2})
+
+    def test_purge_asks_on_a_terminal(self):
+        """Only a yes deletes; anything else is refused with 1."""
+        queue = self.bury("a", "b")
+        for answer, status, left in (("\n", 1, 2), ("n\n", 1, 2), ("y\n", 0, 0)):
+            terminal = self.terminal("purge", "jobs", "--state", "dead")
+            self.assertIn("delete 2 dead jobs", terminal.read_until("[y/N] "))
+            terminal.type(answer)
+            self.assertEqual(terminal.end()[1], status)
+            self.assertEqual(queue.stats().dead, left)
+
+    def test_reap_takes_back(self):
+        """reap gives back the jobs that were not renewed for so long."""
+        self.queue().put(1)
+        self.command("get", "jobs")
+        self.assertEqual(self.answer("reap", "jobs"), {"reaped": 0})
+        self.assertEqual(
+            self.answer("reap", "jobs", "--older-than", "0"), {"reaped": 1}
+        )
+        self.assertEqual(len(self.queue()), 1)
+
+    def test_compact_says_what_it_freed(self):
+        """compact empties the files of a drained queue."""
+        queue = self.queue()
+        queue.put_many(range(100))
+        queue.purge("pending")
+        sizes = self.answer("compact", "jobs")
+        self.assertGreater(sizes["bytes_before"], 1000)
+        self.assertEqual(sizes["bytes"], 0)
+
+
+# Command line: what reaches a terminal
+# =============================================================================
+
+
+class TerminalTest(CommandLineCase):
+    def shown(self, *args, status=0, **env):
+        text, code = self.terminal(*args, **env).end()
+        self.assertEqual(code, status, text)
+        return text
+
+    def test_tables_are_aligned(self):
+        """On a terminal ls is a table, wide characters counted as such."""
+        queue = self.queue()
+        for id in ("a", "漢字", "long-identifier"):
+            queue.put("x", id=id)
+        head, *rows = self.shown("ls", "jobs", NO_COLOR="1").splitlines()
+        column = head.index("STATE")
+        found = [row.index("pending") for row in rows]
+        self.assertEqual(found, [column, column - 2, column])
+
+    def test_json_is_json_on_a_terminal_too(self):
+        """--json prints objects on a terminal."""
+        self.queue().put("x", id="a")
+        for command in ("ls", "stats", "top"):
+            json.loads(self.shown(command, "jobs", "--json"))
+
+    def test_lines_fit_the_terminal(self):
+        """No line of a table is longer than the terminal is wide."""
+        self.queue().put("x" * 500, id="y" * 30)
+        for line in self.shown("ls", "jobs", columns=60, NO_COLOR="1").splitlines():
+            self.assertLessEqual(len(line), 60)
+
+    def test_colour_only_on_a_terminal_and_never_with_no_color(self):
+        """Escapes are for a terminal without NO_COLOR that is not dumb."""
+        queue = self.queue()
+        queue.put("x")
+        queue.bury(queue.get(), "bad")
+        self.assertIn("\x1b[", self.shown("ls", "jobs"))
+        self.assertNotIn("\x1b", self.shown("ls", "jobs", NO_COLOR="1"))
+        self.assertNotIn("\x1b", self.shown("ls", "jobs", TERM="dumb"))
+        self.assertNotIn("\x1b", self.command("ls", "jobs")[0])
+
+    def test_hostile_characters_never_reach_a_terminal(self):
+        """Controls, bidi marks and surrogates are escaped in every view."""
+        queue = self.queue()
+        hostile = "\u202eevil\u2066"
+        queue.put(HOSTILE, id=hostile)
+        queue.bury(queue.get(), HOSTILE)
+        queue.put({HOSTILE: HOSTILE})
+        queue.get()
+        for args in (["ls"], ["dead"], ["stats"], ["show", hostile], ["get"]):
+            status = 3 if args == ["get"] else 0
+            text = self.shown(args[0], "jobs", *args[1:], status=status, NO_COLOR="1")
+            self.assertIsNone(RAW.search(text), (args, text))
+        for args in (["show", "jobs"], ["ls", "jobs", "-n"], ["ls"], ["put", "q"]):
+            text, _ = self.terminal(*args, "\x1b[31m\u202e").end()
+            self.assertIsNone(RAW.search(text), (args, text))
+
+    def test_ndjson_is_ascii_and_exact(self):
+        """Piped answers are ASCII and give back the payload exactly."""
+        self.queue().put(HOSTILE, id="é")
+        out, _ = self.command("ls", "jobs")
+        self.assertTrue(out.isascii())
+        self.assertIsNone(RAW.search(out))
+        self.assertEqual(json.loads(out)["payload"], HOSTILE)
+
+    def test_any_locale_will_do(self):
+        """LC_ALL=C or an ASCII stream never raises UnicodeEncodeError."""
+        self.queue().put("漢字", id="é")
+        for env in ({"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}):
+            self.assertIn("\\u6f22", self.shown("ls", "jobs", **env))
+            self.assertIn("payload", self.shown("show", "jobs", "é", **env))
+            self.command("show", "jobs", "ü", status=3, **env)
+
+    def test_a_closed_pipe_ends_it_quietly(self):
+        """`ls | head -1` prints one line and no complaint."""
+        self.queue().put_many(["x" * 200] * 3000)
+        pipe = f"{' '.join(CLI)} ls jobs | head -n 1"
+        ran = subprocess.run(
+            ["sh", "-c", pipe], cwd=self.folder, env=self.env, capture_output=True,
+            timeout=60,
+        )  # fmt: skip
+        self.assertEqual(ran.stderr, b"")
+        self.assertEqual(len(ran.stdout.splitlines()), 1)
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
+    def test_a_full_disk_under_stdout_is_told(self):
+        """What cannot be written is an error, not silence."""
+        self.queue().put(1)
+        pipe = f"{' '.join(CLI)} ls jobs >/dev/full"
+        ran = subprocess.run(
+            ["sh", "-c", pipe], cwd=self.folder, env=self.env, capture_output=True,
+            timeout=60, text=True,
+        )  # fmt: skip
+        self.assertEqual(ran.returncode, 1, ran.stderr)
+        self.assertNotIn("Traceback", ran.stderr)
+        self.assertIn("No space", ran.stderr)
+
+    def test_an_error_is_one_line_without_traceback(self):
+        """A file in the queue's place is refused with 1."""
+        with open(self.path, "w"):
+            pass
+        for args in (["ls", "jobs"], ["put", "jobs", "1"]):
+            _, err = self.command(*args, status=1)
+            self.assertEqual(len(err.splitlines()), 1)
+
+
+class TopTest(CommandLineCase):
+    def start(self, **options):
+        self.queue().put_many(range(3))
+        terminal = self.terminal("top", "jobs", "--interval", "0.1", **options)
+        before = terminal.modes()
+        terminal.read_until("pending")
+        return terminal, before
+
+    def test_it_is_redrawn_in_place(self):
+        """Changes by others appear, with running jobs and net rates."""
+        terminal, _ = self.start(NO_COLOR="1")
+        queue = self.queue()
+        job = queue.get()
+        shown = terminal.read_until(job.id)
+        self.assertIn("\x1b[H", shown)
+        self.assertNotIn("\x1b[2J", shown)
+        queue.put_many(range(100))
+        terminal.read_until("102 ")
+        terminal.type("q")
+        self.assertEqual(terminal.end()[1], 0)
+
+    def leave(self, how):
+        """Leave by how(terminal): the terminal is as it was, the status 0."""
+        terminal, before = self.start()
+        self.assertNotEqual(terminal.modes(), before)
+        how(terminal)
+        terminal.read_until("\x1b[?25h\x1b[?1049l")
+        self.assertEqual(terminal.modes(), before)
+        self.assertEqual(terminal.end()[1], 0)
+
+    def test_q_leaves(self):
+        """q quits and restores the terminal."""
+        self.leave(lambda terminal: terminal.type("q"))
+
+    def test_ctrl_c_leaves(self):
+        """Ctrl-C quits and restores the terminal."""
+        self.leave(lambda terminal: terminal.type("\x03"))
+
+    def test_sigterm_leaves(self):
+        """SIGTERM quits and restores the terminal."""
+        self.leave(lambda terminal: os.kill(terminal.pid, signal.SIGTERM))
+
+    def test_an_error_restores_the_terminal(self):
+        """If the queue breaks under it, the terminal is as it was."""
+        terminal, before = self.start()
+        shutil.rmtree(self.path)
+        with open(self.path, "w"):
+            pass
+        terminal.read_until("\x1b[?1049l")
+        terminal.read_until("tiny_queue: ")
+        self.assertEqual(terminal.modes(), before)
+        self.assertEqual(terminal.end()[1], 1)
+
+    def test_a_small_terminal_is_not_overrun(self):
+        """No more lines than rows, none longer than the columns."""
+        terminal, _ = self.start(columns=30, rows=5, NO_COLOR="1")
+        terminal.read_until("\x1b[H")
+        frame = terminal.read_until("\x1b[J").replace("\x1b[K", "")[: -len("\x1b[J")]
+        self.assertLessEqual(frame.count("\n"), 4)
+        self.assertLessEqual(max(map(len, frame.split("\n"))), 30)
+        terminal.type("q")
+
+    def test_not_a_terminal_gets_one_snapshot(self):
+        """Piped, top prints once, without escapes, and exits 0."""
+        self.queue().put_many(range(3))
+        out, _ = self.command("top", "jobs")
+        self.assertRegex(out, r"pending +3")
+        self.assertNotIn("\x1b", out)
+
+
+class HelpTest(CommandLineCase):
+    def examples(self, command):
+        """The lines behind `example:` in a command's help."""
+        text, _ = self.inside(command, "--help", status=0)
+        return re.split(r"\nexamples?:\n", text)[1].strip().splitlines()
+
+    def test_every_example_runs(self):
+        """The examples of all commands, in order, are one session."""
+        with open(os.path.join(self.folder, "handlers.py"), "w") as file:
+            file.write("def send(job):\n    print('sent', job.payload)\n")
+        env = {**self.env, "PYTHON": sys.executable, "id": "", "token": ""}
+        for command in COMMANDS:
+            for line in self.examples(command):
+                if command in ("done", "fail"):
+                    job = self.answer("get", "jobs")
+                    env.update(id=job["id"], token=job["token"])
+                line = line.replace("python3 -m", '"$PYTHON" -m')
+                ran = subprocess.run(
+                    ["sh", "-c", line], cwd=self.folder, env=env, timeout=60,
+                    capture_output=True, text=True,
+                )  # fmt: skip
+                self.assertEqual(ran.returncode, 0, (line, ran.stdout, ran.stderr))
+
+    def test_the_main_help_names_every_command(self):
+        """`--help` lists the commands; each has help, options and an example."""
+        text, _ = self.inside("--help", status=0)
+        for command in COMMANDS:
+            self.assertRegex(text, rf"\n  {command} +\w")
+            self.assertIn(f" {command} jobs", " ".join(self.examples(command)))
+        self.assertEqual(self.command("--version")[0].strip(), tq.__version__)
+
+
+# Command line: work
+# =============================================================================
+
+HANDLERS = """
+import asyncio, os, signal, sys, threading, time
+import tiny_queue as tq
+
+def note(text):
+    with open("notes", "a") as file:
+        file.write(f"{text}\\n")
+
+def handle(job):
+    what = job.payload
+    note(f"{what} {os.getpid()}")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "slow":
+        time.sleep(60)
+    if what == "wait":
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+    if what == "fail":
+        raise tq.Fail("never")
+    if what == "stdin":
+        note(f"read {sys.stdin.read()!r}")
+    note(f"{what}-ended {os.getpid()}")
+
+async def later(job):
+    note(f"{job.payload} {os.getpid()}")
+    await asyncio.sleep(60 if job.payload == "slow" else 0.01)
+
+number = 7
+"""
+
+
+class WorkTest(CommandLineCase):
+    REAL = True
+
+    def setUp(self):
+        super().setUp()
+        with open(os.path.join(self.folder, "handlers.py"), "w") as file:
+            file.write(HANDLERS)
+
+    def notes(self, what):
+        """The process ids that noted something, in order."""
+        try:
+            with open(os.path.join(self.folder, "notes")) as file:
+                pairs = [line.split() for line in file]
+        except FileNotFoundError:
+            return []
+        return [int(pid) for name, pid in pairs if name == what]
+
+    def put(self, *payloads, **options):
+        queue = self.queue()
+        for payload in payloads:
+            queue.put(payload, **options)
+        return queue
+
+    def start(self, *args, handler="handlers:handle"):
+        process = subprocess.Popen(
+            [*CLI, "work", "jobs", handler, *args], cwd=self.folder, env=self.env,
+            stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.addCleanup(process.stderr.close)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        return process
+
+    def work(self, *args, status=0, handler="handlers:handle"):
+        return self.command(
+            "work", "jobs", handler, "--stop-when-empty", *args, status=status
+        )
+
+    def gone(self, pid):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rsplit(")", 1)[1].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    def go(self):
+        with open(os.path.join(self.folder, "go"), "w"):
+            pass
+
+    def test_several_processes_share_the_jobs(self):
+        """All jobs are done once; more than one process took part."""
+        queue = self.put(*["wait"] * 4)
+        process = self.start("--processes", "2", "--threads", "2", "--stop-when-empty")
+        pids = eventually(lambda: len(self.notes("wait")) == 4 and self.notes("wait"))
+        self.go()
+        process.communicate(timeout=PATIENCE)
+        self.assertEqual(process.returncode, 0)
+        self.assertEqual(len(set(pids)), 2)
+        self.assertEqual(queue.stats()[:4], (0, 0, 0, 0))
+
+    def test_a_job_that_kills_its_process_ends_dead(self):
+        """Delivered max_retries + 1 times, then dead; the others are done."""
+        queue = self.put("kill", max_retries=1)
+        self.put(*["ok"] * 5)
+        self.work("--processes", "2")
+        (dead,) = queue.dead_letter()
+        self.assertEqual(len(self.notes("kill")), 2)
+        self.assertEqual([dead.payload, dead.attempts], ["kill", 2])
+        self.assertIn("holder died", dead.last_error)
+        self.assertEqual(len(self.notes("ok-ended")), 5)
+        self.assertEqual(len(queue), 0)
+
+    def check_timeout(self, handler):
+        queue = self.put("slow", max_retries=0)
+        self.put(*["ok"] * 3)
+        _, err = self.work("--timeout", "0.5", handler=handler)
+        (dead,) = queue.dead_letter()
+        self.assertEqual(dead.last_error, "ran longer than 0.5 s (--timeout)")
+        self.assertEqual(dead.attempts, 1)
+        self.assertEqual(queue.stats().pending, 0)
+        self.assertTrue(self.gone(self.notes("slow")[0]))
+        self.assertIn("ran too long", err)
+
+    def test_a_job_over_its_time_fails_and_its_process_is_killed(self):
+        """--timeout: dead with that reason, the process gone, others done."""
+        self.check_timeout("handlers:handle")
+
+    def test_an_async_handler_has_the_same_time(self):
+        """--timeout counts an awaited handler until its await ends."""
+        self.check_timeout("handlers:later")
+
+    def test_other_jobs_of_a_killed_process_come_back(self):
+        """The thread neighbour of a job over its time is delivered again."""
+        queue = self.put("slow", max_retries=0)
+        process = self.start("--threads", "2", "--timeout", "1", "--stop-when-empty")
+        eventually(lambda: self.notes("slow"))
+        time.sleep(0.4)  # of its second; the other job begins later
+        self.put("wait")
+        eventually(lambda: len(self.notes("wait")) == 2)
+        self.go()
+        process.communicate(timeout=PATIENCE)
+        self.assertEqual(process.returncode, 0)
+        self.assertGreaterEqual(len(self.notes("wait-ended")), 1)
+        self.assertEqual(queue.stats().pending, 0)
+
+    def test_a_killed_worker_is_replaced(self):
+        """SIGKILL of a worker: its job is delivered to its successor."""
+        self.put("wait")
+        process = self.start()
+        (first,) = eventually(lambda: self.notes("wait"))
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: len(self.notes("wait")) == 2)
+        self.go()
+        eventually(lambda: self.notes("wait-ended"))
+        process.send_signal(signal.SIGTERM)
+        self.assertIn("signal 9", process.communicate(timeout=PATIENCE)[1])
+        self.assertEqual(process.returncode, 0)
+
+    def test_pauses_grow_while_workers_die_at_once(self):
+        """A handler module that kills its importer is not started in a storm."""
+        with open(os.path.join(self.folder, "broken.py"), "w") as file:
+            file.write("import os\nos._exit(7)\n")
+        process = self.start("--processes", "2", handler="broken:f")
+        pauses = []
+        while len(pauses) < 4:
+            pauses += re.findall(r"status 7.* in ([\d.]+) s", process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE)
+        self.assertEqual(pauses, ["0.1", "0.2", "0.4", "0.8"])
+        self.assertEqual(process.returncode, 0)
+
+    def test_sigterm_finishes_running_jobs(self):
+        """One signal: no new job, running ones are acknowledged, status 0."""
+        queue = self.put("wait", "ok")
+        process = self.start()
+        eventually(lambda: self.notes("wait"))
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)  # it must not end now: nothing to wait for
+        self.assertIsNone(process.poll())
+        self.go()
+        process.communicate(timeout=PATIENCE)
+        self.assertEqual(process.returncode, 0)
+        self.assertEqual([job.payload for job in queue.jobs()], ["ok"])
+
+    def test_systemds_signal_to_all_finishes_running_jobs_too(self):
+        """SIGTERM to the supervisor and its workers alike is one stop."""
+        queue = self.put("wait")
+        process = self.start()
+        (pid,) = eventually(lambda: self.notes("wait"))
+        os.kill(pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.4)  # for a signal too many to do its harm
+        self.go()
+        process.communicate(timeout=PATIENCE)
+        self.assertEqual(process.returncode, 0)
+        self.assertEqual(len(self.notes("wait-ended")), 1)
+        self.assertEqual(list(queue.jobs()), [])
+
+    def test_a_second_signal_gives_running_jobs_back(self):
+        """Two signals: running jobs are pending again, uncounted, status 0."""
+        queue = self.put("slow")
+        process = self.start()
+        eventually(lambda: self.notes("slow"))
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.4)  # two signals at once may become one
+        process.communicate(timeout=PATIENCE)
+        self.assertEqual(process.returncode, 0)
+        (job,) = queue.jobs()
+        self.assertEqual([job.state, job.attempts], ["pending", 0])
+
+    def test_ctrl_c_reaches_workers_once(self):
+        """Ctrl-C on the terminal lets the running job finish."""
+        queue = self.put("wait")
+        terminal = self.terminal("work", "jobs", "handlers:handle")
+        eventually(lambda: self.notes("wait"))
+        terminal.type("\x03")
+        time.sleep(0.4)  # for a signal too many to do its harm
+        self.go()
+        _, status = terminal.end()
+        self.assertEqual(status, 0)
+        self.assertEqual(len(self.notes("wait-ended")), 1)
+        self.assertEqual(list(queue.jobs()), [])
+
+    def test_workers_do_not_outlive_a_killed_supervisor(self):
+        """SIGKILL of the supervisor: its workers stop by themselves."""
+        self.put("ok")
+        process = self.start("--processes", "2", "--timeout", "60")
+        (pid,) = eventually(lambda: self.notes("ok-ended"))
+        process.kill()
+        eventually(lambda: self.gone(pid))
+
+    def test_max_jobs_is_for_all_processes(self):
+        """--max-jobs bounds the deliveries of all workers together."""
+        queue = self.put(*["ok"] * 10)
+        self.command("work", "jobs", "handlers:handle", "--processes=3", "--max-jobs=5")
+        self.assertEqual(len(self.notes("ok-ended")), 5)
+        self.assertEqual(len(queue), 5)
+
+    def test_a_handler_that_cannot_be_imported_is_usage(self):
+        """A wrong MODULE:FUNCTION is told once and exits 2."""
+        for name in ("nowhere:f", "handlers:nothing", "handlers:number", "handlers:"):
+            _, err = self.work("--processes=3", handler=name, status=2)
+            self.assertEqual(err.count(name), 1, err)
+
+    def test_the_handlers_exceptions_are_the_modules(self):
+        """`raise tq.Fail` in a handler means dead at once."""
+        queue = self.put("fail")
+        self.work()
+        (dead,) = queue.dead_letter()
+        self.assertEqual([dead.last_error, dead.attempts], ["never", 1])
+
+    def test_a_handler_finds_standard_input_empty(self):
+        """A handler that reads standard input does not hang."""
+        self.put("stdin")
+        self.work()
+        self.assertEqual(len(self.notes("stdin-ended")), 1)
+
+
+# Command line: examples
+# =============================================================================
+
+
+class ExampleScriptsTest(CommandLineCase):
+    def run_example(self, *command, **env):
+        command = [*command[:-1], os.path.join(ROOT, "examples", command[-1])]
+        ran = subprocess.run(
+            command, cwd=self.folder, env={**self.env, **env}, timeout=60,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
+        self.assertEqual(os.listdir(self.folder), [])
+        return ran.stdout
+
+    def test_web_handoff(self):
+        """Requests are accepted at once and worked off afterwards."""
+        out = self.run_example(sys.executable, "web_handoff.py")
+        self.assertIn("on disk: 3\nsent afterwards: 3", out)
+
+    def test_cron_once(self):
+        """A second put of the same id adds nothing."""
+        out = self.run_example(sys.executable, "cron_once.py")
+        self.assertIn("sales-2030-01-31 is pending already: nothing added", out)
+
+    def test_async_program(self):
+        """The event loop goes on while threads use the queue."""
+        self.assertIn("20 jobs", self.run_example(sys.executable, "async_program.py"))
+
+    def test_poison(self):
+        """A poison job ends in the dead letter, the others are done."""
+        out = self.run_example(sys.executable, "poison.py")
+        self.assertIn("dead: 'poison', holder died (delivery 2 of 2)", out)
+
+    def test_consume(self):
+        """A shell script consumes with get, done and fail."""
+        tq_command = f"{sys.executable} -m tiny_queue"
+        out = self.run_example("sh", "consume.sh", TQ=tq_command)
+        self.assertIn("handled bread\nhandled jam\n", out)
+        self.assertEqual(json.loads(out.splitlines()[-1])["dead"], 1)
+
+    def test_they_are_short(self):
+        """Each of them has under 60 lines."""
+        for name in ("web_handoff.py", "cron_once.py", "async_program.py", "poison.py",
+                     "consume.sh"):  # fmt: skip
+            with open(os.path.join(ROOT, "examples", name)) as file:
+                self.assertLess(len(file.readlines()), 60, name)
 
 
 # Repository

@@ -507,11 +507,12 @@ class Queue:
                 self._give_back_quietly(lapses)
                 return jobs
             self._give_back(lapses)
+            if lapses:
+                continue  # one of them may be due now
             left = deadline - time.monotonic()
             if left <= 0 or timeout == 0:
                 return jobs
-            if not lapses:
-                self._engine.wait(seen, min(left, _TICK))
+            self._engine.wait(seen, min(left, _TICK))
 
     def task_done(
         self,
@@ -993,10 +994,12 @@ class Worker:
         last = -math.inf
 
         def count(signum: int, frame: object) -> None:
-            # It may interrupt any line, so it only counts; a burst is one.
+            # It may interrupt any line, so it only counts; a burst is one, and
+            # one that finds the worker told to stop() is the second.
             nonlocal last
             now = time.monotonic()
-            self._signals += now - last > _BURST
+            if now - last > _BURST:
+                self._signals += 2 if self._stopping and not self._signals else 1
             last = now
             self._stopping = True
 
@@ -2525,7 +2528,9 @@ def _check_text(what: str, value: object) -> None:
 _natural = functools.partial(_integer, low=0, high=2**53)
 _instant = functools.partial(_number, low=0, high=_MAX_SECONDS)
 _CHECKS: tuple[tuple[str, Callable[[str, Any], Any], Any], ...] = (
-    ("rev", functools.partial(_integer, low=1, high=_MAX_REV), 1),
+    # Half of what is sound with a checksum: a line by hand must leave room for
+    # the revs of its job's further changes.
+    ("rev", functools.partial(_integer, low=1, high=_MAX_REV // 2), 1),
     ("attempts", _natural, 0),
     (
         "priority",
