@@ -3210,6 +3210,7 @@ class _Store:
         self.sick: list[_Inode] = []
         self._void: set[bytes] = set()
         self._damage_seen = (-1, 0)
+        self._kept_in_doubt = False
 
     def enter(self, write: bool) -> bool:
         """Begin an operation; True if the index must be discarded."""
@@ -3366,18 +3367,17 @@ class _Store:
 
     def _keep(self, raw: bytes) -> None:
         """Append damaged bytes to NAME.damaged, durably."""
-        kept = _open_file(self.damaged, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        block = raw if raw.endswith(b"\n") else raw + b"\n"
-        size = os.fstat(kept.fd).st_size
-        try:
-            _write(kept.fd, block)
-        except OSError as exc:
-            if exc.errno not in _FULL or not self._lock.spend_ballast():
-                raise
-            os.ftruncate(kept.fd, size)
-            _write(kept.fd, block)
-        _sync(kept.fd)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        kept = _Data(-1, self.damaged)
+        kept.inode = _Inode(_open_file(self.damaged, flags), self.damaged)
+        kept.size = os.fstat(kept.inode.file.fd).st_size
+        if self._kept_in_doubt:  # as for the data files (I9)
+            self.rewrite(kept, kept.inode.all_lines(kept.size))
+        self._kept_in_doubt = True
+        self.append(kept, raw if raw.endswith(b"\n") else raw + b"\n", spare=True)
+        _sync(kept.inode.file.fd)
         self.sync_directory()
+        self._kept_in_doubt = False
 
     def count_damage(self) -> int:
         """The lines of NAME.damaged."""
