@@ -3220,7 +3220,7 @@ class _Store:
         if self._lock.readonly:
             self.readonly = True
         elif self._swept != self._lock.ident:
-            for data in self.files:
+            for data in [*self.files, _Data(-1, self.damaged)]:
                 _unlink(data.temp)
             self._swept = self._lock.ident
         if self.sick:
