@@ -3611,6 +3611,10 @@ def _keep_mode(fd: int, old_fd: int) -> None:
 # -----------------------------------------------------------------------------
 
 _BALLAST = 256 * 1024
+# Who held the lock for long (a compaction) sleeps for longer than the others
+# pause between two tries, or they might starve: it would be back before them.
+_LONG_HOLD = 5e-3
+_GIVE_WAY = 2e-3
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 
 
@@ -3647,6 +3651,7 @@ class _FileLock:
         self.ident: tuple[int, int] | None = None
         self.readonly = False
         self._lay_at = 0.0
+        self._since = math.inf
 
     def threads(self) -> threading.RLock:
         """The thread lock alone, for long reading."""
@@ -3672,6 +3677,7 @@ class _FileLock:
             if (info.st_dev, info.st_ino) == self.ident:
                 break
             self._file = None  # unlinked or replaced: its lock excludes nobody
+        self._since = time.monotonic()
         if info.st_size < _BALLAST and not self.readonly:
             self._lay_ballast(info.st_size)
 
@@ -3686,7 +3692,10 @@ class _FileLock:
                         self._file.close()  # that unlocks too
                         self._file = None
                 self._flocked = False
+            held = time.monotonic() - self._since
             self._mutex.release()
+            if held > _LONG_HOLD and self.shared:
+                time.sleep(_GIVE_WAY)
 
     def _open(self, write: bool) -> None:
         self.readonly = False
