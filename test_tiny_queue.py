@@ -30,12 +30,14 @@ import functools
 import gc
 import inspect
 import io
+import itertools
 import json
 import logging
 import math
 import os
 import pathlib
 import pickle
+import posixpath
 import random
 import re
 import resource
@@ -44,6 +46,7 @@ import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -52,9 +55,12 @@ import threading
 import time
 import traceback
 import tracemalloc
+import types
 import unittest
 import warnings
 import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Optional
 from unittest import mock
 
 import tiny_queue as tq
@@ -5182,7 +5188,7 @@ class LookingTest(CommandLineCase):
                  "requeue": ["a"], "cancel": ["a"],
                  "purge": ["--state=dead", "--yes"]}  # fmt: skip
         for name in COMMANDS:
-            if name not in ("put", "work"):
+            if name not in ("put", "work", "bench"):
                 args = [name, self.path, *words.get(name, [])]
                 out, err = self.inside(*args, status=3)
                 self.assertEqual(out, "")
@@ -5195,6 +5201,8 @@ class LookingTest(CommandLineCase):
         self.inside(status=2)
         self.inside("frobnicate", status=2)
         for name in COMMANDS:
+            if name == "bench":  # has no DIR
+                continue
             _, err = self.inside(name, status=2)
             self.assertIn("missing: DIR", err)
             self.assertIn("TINY_QUEUE_DIR", err)
@@ -5517,6 +5525,8 @@ class HelpTest(CommandLineCase):
             file.write("def send(job):\n    print('sent', job.payload)\n")
         env = {**self.env, "PYTHON": sys.executable, "id": "", "token": ""}
         for command in COMMANDS:
+            if command == "bench":  # run by BenchTest
+                continue
             for line in self.examples(command):
                 if command in ("done", "fail"):
                     job = self.answer("get", "jobs")
@@ -5533,7 +5543,8 @@ class HelpTest(CommandLineCase):
         text, _ = self.inside("--help", status=0)
         for command in COMMANDS:
             self.assertRegex(text, rf"\n  {command} +\w")
-            self.assertIn(f" {command} jobs", " ".join(self.examples(command)))
+            words = "bench" if command == "bench" else f"{command} jobs"
+            self.assertIn(f" {words}", " ".join(self.examples(command)))
         self.assertEqual(self.command("--version")[0].strip(), tq.__version__)
 
 
@@ -5840,6 +5851,4398 @@ class ExampleScriptsTest(CommandLineCase):
                 self.assertLess(len(file.readlines()), 60, name)
 
 
+class BenchTest(CommandLineCase):
+    REAL = True
+    WORKS = (
+        "put, fsync=False", "get + task_done, fsync=False", "put", "put by 8 threads",
+        "8 threads, to one", "get + task_done", "put_many, 1,000 a call",
+        "open with 200 waiting, first get", "round trip, fsync=False, 100 waiting",
+        "round trip, fsync=False, 200 waiting", "cost with 200 waiting, to 100",
+        "compact, 200 waiting", "memory a job of 1 KB, 20,000 waiting",
+        "wake-up of a process, median", "wake-up of a process, 99th percentile",
+        "redelivery after kill -9",
+    )  # fmt: skip
+
+    def start(self, *options):
+        """Start a bench that shares the machine with another: both mostly wait."""
+        child = subprocess.Popen(
+            [*CLI, "bench", "--jobs", "200", *options], cwd=self.folder, env=self.env,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.addCleanup(child.wait)
+        self.addCleanup(child.kill)
+        return child
+
+    def test_each_figure_stands_beside_its_floor(self):
+        """Piped, bench tells the machine, then each figure, in JSON; with
+        --markdown in a table; nothing is left."""
+        table = self.start("--markdown", "--dir", ".")
+        child = self.start()
+        for out, err in (child.communicate(timeout=60), table.communicate(timeout=60)):
+            self.assertEqual(err, "")
+            self.check_table(out) if out.startswith("|") else self.check_json(out)
+        self.assertEqual((child.returncode, table.returncode), (0, 0))
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def check_json(self, out):
+        machine, *figures = map(json.loads, out.splitlines())
+        self.assertEqual((machine["jobs"], machine["cores"]), (200, os.cpu_count()))
+        works = [figure["work"] for figure in figures]
+        memory = os.path.exists("/proc/self/statm")
+        self.assertEqual(works, [w for w in self.WORKS if memory or "KB" not in w])
+        for figure in figures:
+            if figure["unit"] in ("/s", "ms"):
+                self.assertGreater(figure["of_floor"], 0, figure)
+
+    def check_table(self, out):
+        head, rule, *rows, empty, machine = out.splitlines()
+        self.assertEqual(head, "| work | rate | floor | of floor |")
+        self.assertRegex(rule, r"^\| ---( \| ---:){3} \|$")
+        for row in rows:
+            self.assertRegex(
+                row, r"^\| [^|]+ \| [\d,.]+( ?/?\w+) \| [^|]+ \| [^|]+ \|$"
+            )
+        self.assertEqual(empty, "")
+        self.assertRegex(machine, r"^date \d{4}-\d\d-\d\d, .*, jobs 200\.$")
+
+    def test_ctrl_c_leaves_nothing_behind(self):
+        """A bench on a terminal shows how far it is, and cleans up when it is
+        interrupted; a --dir that is not there is usage."""
+        terminal = self.terminal("bench", "--jobs", "200")
+        terminal.read_until("round 1 of 3: memory")
+        terminal.type("\x03")
+        self.assertEqual(terminal.end()[1], 130)
+        self.assertEqual(os.listdir(self.folder), [])
+        self.command("bench", "--dir", "nowhere", status=2)
+
+
+# Command line: examples
+# =============================================================================
+
+
+class CompareTest(CommandLineCase):
+    """To go into ExampleScriptsTest, whose run_example() it then uses."""
+
+    def test_compare_without_peers(self):
+        """Without peers compare.py says how to get them and measures the rest."""
+        script = os.path.join(ROOT, "examples", "compare.py")
+        ran = subprocess.run(
+            [sys.executable, "-S", script, "--jobs", "200"], cwd=self.folder,
+            env=self.env, timeout=60, capture_output=True, text=True,
+        )  # fmt: skip
+        self.assertEqual((ran.returncode, ran.stderr), (0, ""), ran.stdout)
+        skipped = re.findall(r"(?m)^(\S+): skipped, not installed", ran.stdout)
+        self.assertEqual(len(skipped), 6, ran.stdout)
+        rows = re.findall(r"(?m)^tiny_queue( +[\d,]+){3}", ran.stdout)
+        self.assertEqual(len(rows), 2, ran.stdout)
+        self.assertEqual(os.listdir(self.folder), [])
+
+
+# Simulated disk
+# =============================================================================
+
+
+Hook = Callable[[str, str, "tuple[Any, ...]"], Optional[int]]
+Op = tuple[Any, ...]
+
+MUTATING = frozenset(
+    "create fchmod fchown fdatasync fsync ftruncate mkdir replace unlink write".split()
+)
+EVERY_CALL = MUTATING | frozenset(
+    "close fcntl flock fstat listdir open pread stat".split()
+)
+
+# Beyond these many loose directory operations their subsets are sampled.
+_ALL_SUBSETS = 8
+_GARBAGE = bytes((129 + 7 * byte) % 256 for byte in range(256))
+_FLOCK = "hhqqi4x"
+_FOREVER = 1 << 63
+_WRITABLE = os.O_WRONLY | os.O_RDWR
+# Delegated, these would work on the real disk under the test's feet.
+_REFUSED = frozenset(
+    "access chmod chown copy_file_range dup dup2 fdopen fwalk lchown link lseek"
+    " makedirs mkfifo mknod pipe posix_fallocate pwrite pwritev read readlink"
+    " readv remove removedirs rename renames rmdir scandir sendfile statvfs symlink"
+    " sync truncate utime walk writev".split()
+)
+# Unique over all disks and processes: a descriptor that outlives its process never
+# names another one's file, and the log can name a file after its inode is reused.
+_descriptors = itertools.count(1000)
+_keys = itertools.count(100)
+_pids = itertools.count(1000)
+
+
+class Died(BaseException):
+    """A simulated process is dead; each later call that it makes raises this too."""
+
+
+def _error(code: int, *paths: Any) -> OSError:
+    if len(paths) == 2:
+        return OSError(code, os.strerror(code), paths[0], None, paths[1])
+    return OSError(code, os.strerror(code), *paths)
+
+
+def _absolute(path: Any) -> str:
+    return posixpath.normpath(posixpath.join("/", os.fsdecode(path)))
+
+
+def _edit(content: bytes, op: Op) -> bytes:
+    if op[0] == "truncate":
+        return content[: op[2]].ljust(op[2], b"\0")
+    offset: int = op[2]
+    data: bytes = op[3]
+    head = content[:offset].ljust(offset, b"\0")
+    return head + data + content[offset + len(data) :]
+
+
+def _edit_all(content: bytes, ops: list[Op]) -> bytes:
+    for op in ops:
+        content = _edit(content, op)
+    return content
+
+
+def _rename(names: dict[str, int], op: Op) -> None:
+    # Each name is set or cleared blindly, so a subset of the operations shows what
+    # a directory shows whose other blocks were not written.
+    if op[0] in ("replace", "unlink"):
+        names.pop(op[2], None)
+    if op[0] != "unlink":
+        names[op[3] if op[0] == "replace" else op[2]] = op[1]
+
+
+def _touched(op: Op) -> set[str]:
+    return set(op[2:4] if op[0] == "replace" else op[2:3])
+
+
+class _Image:
+    """Names, contents (None for a directory) and (mode, uid, gid) of a moment."""
+
+    def __init__(
+        self,
+        names: dict[str, int],
+        data: dict[int, bytes | None],
+        meta: dict[int, tuple[int, int, int]],
+    ) -> None:
+        self.names, self.data, self.meta = names, data, meta
+
+    @classmethod
+    def of_tree(cls, tree: dict[str, bytes]) -> _Image:
+        image = cls({}, {}, {})
+        for path, data in {"/": b"", **tree}.items():
+            full = posixpath.normpath(path)
+            above = [full[:at] for at in range(1, len(full)) if full[at] == "/"]
+            for each in [*above, full]:
+                if each not in image.names:
+                    is_file = each == full and not path.endswith("/")
+                    image.add(each, bytes(data) if is_file else None)
+        return image
+
+    def add(self, path: str, data: bytes | None) -> None:
+        mode = stat.S_IFDIR | 0o700 if data is None else stat.S_IFREG | 0o600
+        self.names[path] = key = next(_keys)
+        self.data[key] = data
+        self.meta[key] = (mode, os.getuid(), os.getgid())
+
+    def copy(self) -> _Image:
+        return _Image(dict(self.names), dict(self.data), dict(self.meta))
+
+    def apply(self, op: Op) -> None:
+        kind, key = op[:2]
+        if kind in ("write", "truncate"):
+            self.data[key] = _edit(self.data[key] or b"", op)
+        elif kind == "meta":
+            self.meta[key] = op[2:]
+        elif kind in ("create", "mkdir", "replace", "unlink"):
+            if kind in ("create", "mkdir"):
+                self.data[key] = b"" if kind == "create" else None
+                self.meta[key] = op[3]
+            _rename(self.names, op)
+
+    def is_new(self, seen: set[int], level: int = 0) -> bool:
+        # bytes remember their hash, and states share them: this costs no pass over
+        # the contents. A false match at 64 bits would only skip one state.
+        data = self.data
+        tree = frozenset((path, data[key]) for path, key in self.names.items())
+        known = hash((level, tree))
+        return known not in seen and not seen.add(known)  # type: ignore[func-returns-value]
+
+
+class _Node:
+    """A file or directory; data is shared bytes until the first write."""
+
+    __slots__ = ("data", "gid", "ino", "key", "mode", "mtime", "uid")
+
+    def __init__(self, key: int, ino: int, data: Any, meta: Op) -> None:
+        self.key, self.ino, self.data, self.mtime = key, ino, data, int(time.time())
+        self.mode, self.uid, self.gid = meta
+
+
+class _Handle:
+    """An open file description: it, not the process, owns the locks."""
+
+    __slots__ = ("flags", "flock", "node", "path", "position", "ranges")
+
+    def __init__(self, node: _Node, path: str, flags: int) -> None:
+        self.node, self.path, self.flags = node, path, flags
+        self.position = self.flock = 0
+        self.ranges: list[tuple[int, int, int]] = []
+
+
+class Disk:
+    """What the processes of one host share: files, locks, and a log of all changes.
+
+    The log's entries are (kind, key, ...), key being a file's number for life:
+    ("write", key, offset, bytes), ("truncate", key, size), ("meta", key, mode, uid,
+    gid), ("fsync", key), ("fsyncdir", key, path), ("failed", key) for an fsync that
+    a hook refused, ("create", key, path, meta), ("mkdir", key, path, meta),
+    ("replace", key, from, to), ("unlink", key, path).
+    """
+
+    def __init__(self, image: _Image | None = None) -> None:
+        self.hook: Hook | None = None
+        self.watch: frozenset[str] = MUTATING  # the calls that the hook is told of
+        self.capacity: int | None = None  # bytes in all regular files together
+        self.reuse_inodes = False
+        self.origin = 0  # of a crash state: how many operations had happened whole
+        self.log: list[Op] = []
+        self.base = image or _Image.of_tree({})  # durable, and where the log starts
+        self.handles: set[_Handle] = set()
+        self.mutex = threading.Lock()
+        self.free_inodes: list[int] = []
+        data, meta = self.base.data, self.base.meta
+        self.names = {
+            path: _Node(key, key, data[key], meta[key])
+            for path, key in self.base.names.items()
+        }
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, bytes]) -> Disk:
+        """Make a disk of {path: content}; a path that ends in / is a directory."""
+        return cls(_Image.of_tree(tree))
+
+    def tree(self) -> dict[str, bytes]:
+        """Return {path: content} of the regular files, as a live process sees it."""
+        return {
+            path: bytes(node.data)
+            for path, node in self.names.items()
+            if node.data is not None
+        }
+
+    def sync(self) -> None:
+        """Make everything durable and start a new log."""
+        self.base, self.log = self._replay(len(self.log)), []
+
+    def at(self, position: int) -> Disk:
+        """Return the disk as it was after that many operations, undurable ones kept."""
+        return self._revive(self._replay(position), self.log[:position], position)
+
+    def _replay(self, position: int) -> _Image:
+        image = self.base.copy()
+        for op in self.log[:position]:
+            image.apply(op)
+        return image
+
+    def _revive(self, image: _Image, log: list[Op], origin: int) -> Disk:
+        disk = Disk(image)
+        disk.base, disk.log = self.base, log
+        disk.origin, disk.capacity = origin, self.capacity
+        return disk
+
+    def process_death_states(
+        self,
+        start: int = 0,
+        *,
+        torn_limit: int = 4096,
+        seen: set[int] | None = None,
+        level: Callable[[int], int] = lambda position: 0,
+    ) -> Iterator[tuple[str, Disk]]:
+        """Yield (label, disk) for a death of every process at each moment.
+
+        That is after each operation from the start-th on, and at each byte of each
+        write (torn_limit evenly spread ones, when it has more). Each disk keeps its
+        log, so a power cut can follow. seen drops equal trees, across calls too; but
+        not those of positions at another level, where more must have survived.
+        """
+        seen = set() if seen is None else seen
+        image = self._replay(start)
+        for position in range(start, len(self.log) + 1):
+            done = self.log[:position]
+            if image.is_new(seen, level(position)):
+                whole = self._revive(image, [*done], position)
+                yield f"died after op {position}", whole
+            for op in self.log[position : position + 1]:
+                for cut in _cuts(op, torn_limit):
+                    torn = (*op[:3], op[3][:cut])
+                    partial = image.copy()
+                    partial.apply(torn)
+                    if partial.is_new(seen, level(position)):
+                        label = f"died in op {position + 1} {op[:3]} at byte {cut}"
+                        yield label, self._revive(partial, [*done, torn], position)
+                image.apply(op)
+
+    def power_states(
+        self,
+        rng: random.Random,
+        limit: int = 1000,
+        *,
+        at: int | Iterable[int] | None = None,
+        variants: str = "all",
+        seen: set[int] | None = None,
+        level: Callable[[int], int] = lambda position: 0,
+    ) -> Iterator[tuple[str, Disk]]:
+        """Yield (label, disk) for what a power cut may leave, all of it durable.
+
+        at is when: a number of operations, or several in rising order; the end of
+        the log if None. At each moment all states, or a sample of at most limit.
+        variants: "prefix" cuts between operations, "all" also in and under the last
+        one, "holes" also leaves NULs where an earlier unsynced write was. seen and
+        level: as in process_death_states.
+        """
+        seen = set() if seen is None else seen
+        moments = [len(self.log)] if at is None else [at] if isinstance(at, int) else at
+        cut, fed = _PowerCut(self.base, variants), 0
+        for moment in moments:
+            for op in self.log[fed:moment]:
+                cut.feed(op)
+            fed = moment
+            count = 0
+            for label, image in cut.images(rng, limit):
+                if count == limit:
+                    break
+                if image.is_new(seen, level(moment)):
+                    count += 1
+                    disk = Disk(image)
+                    disk.origin, disk.capacity = moment, self.capacity
+                    yield f"power cut after op {moment}: {label}", disk
+
+    # -- what the system calls do; the mutex is held --------------------------------
+
+    def add(self, kind: str, path: str, mode: int) -> _Node:
+        key, meta = next(_keys), (mode, os.getuid(), os.getgid())
+        ino = self.free_inodes.pop() if self.free_inodes else key
+        data = bytearray() if kind == "create" else None
+        node = self.names[path] = _Node(key, ino, data, meta)
+        self.log.append((kind, key, path, meta))
+        return node
+
+    def edit(self, node: _Node, op: Op) -> None:
+        if isinstance(node.data, bytes):
+            node.data = bytearray(node.data)
+        if op[0] == "truncate":
+            del node.data[op[2] :]
+            node.data.extend(bytes(op[2] - len(node.data)))
+        else:
+            _, _, offset, data = op
+            node.data.extend(bytes(max(0, offset - len(node.data))))
+            node.data[offset : offset + len(data)] = data
+        node.mtime = int(time.time())
+        self.log.append(op)
+
+    def set_meta(self, node: _Node, meta: tuple[int, int, int]) -> None:
+        node.mode, node.uid, node.gid = meta
+        self.log.append(("meta", node.key, *meta))
+
+    def room(self, node: _Node, offset: int) -> float:
+        """Return how many bytes may be written there."""
+        if self.capacity is None:
+            return math.inf
+        used = {n for n in self.names.values() if n.data is not None}
+        used |= {handle.node for handle in self.handles if handle.node.data is not None}
+        free = self.capacity - sum(len(each.data) for each in used)
+        return max(0, len(node.data) - offset + free)
+
+    def forget(self, node: _Node | None) -> None:
+        """Give the inode number back once neither name nor descriptor holds it."""
+        if self.reuse_inodes and node and node not in self.names.values():
+            if all(handle.node is not node for handle in self.handles):
+                self.free_inodes.append(node.ino)
+
+
+def _cuts(op: Op, limit: int) -> Iterable[int]:
+    size = len(op[3]) if op[0] == "write" else 0
+    if size - 1 <= limit:
+        return range(1, size)
+    return sorted({1 + i * (size - 2) // max(1, limit - 1) for i in range(limit)})
+
+
+def _tails(data: bytes) -> list[bytes]:
+    """Return what may stand in the place of the last unsynced write."""
+    size, line = len(data), data.find(b"\n") + 1
+    half, quarter = size // 2, size // 4
+    cuts = sorted({1, half, line - 1, line, size - 1} & set(range(1, size)))
+    middle = data[:quarter] + bytes(half) + data[quarter + half :]
+    return [
+        *(data[:cut] for cut in cuts),
+        bytes(size),
+        data.translate(_GARBAGE),
+        data[:half] + bytes(size - half),
+        bytes(half) + data[half:],
+        middle,
+        data[:half] + data[half:].translate(_GARBAGE),
+    ]
+
+
+class _PowerCut:
+    """Reads a log; knows what a power cut must leave and what it may."""
+
+    def __init__(self, base: _Image, variants: str) -> None:
+        if variants not in ("prefix", "all", "holes"):
+            raise ValueError(f"variants {variants!r}")
+        self.variants = variants
+        self.names, self.meta = dict(base.names), dict(base.meta)
+        self.loose: list[Op] = []  # directory operations that may be lost
+        self.stuck: list[Op] = []  # those that a failed fsync dropped
+        self.pending: dict[int, list[Op]] = {}  # edits that may be lost, by file
+        self.failed: dict[int, int] = {}  # how many of them a failed fsync dropped
+        # More than one durable content only after a failed fsync.
+        self.durable: dict[int, list[Any]] = {k: [d] for k, d in base.data.items()}
+        self.known: dict[int, list[Any]] = {}  # contents(), until the next edit
+
+    def feed(self, op: Op) -> None:
+        kind, key = op[:2]
+        self.known.pop(key, None)
+        if kind in ("write", "truncate"):
+            self.pending.setdefault(key, []).append(op)
+        elif kind == "meta":
+            self.meta[key] = op[2:]
+        elif kind == "fsync":
+            self._fsync(key)
+        elif kind == "failed":
+            self.failed[key] = len(self.pending.get(key, ()))
+        elif kind == "fsyncdir":
+            self._sync_names(op[2])
+        elif kind == "faileddir":
+            self.stuck += [o for o in self.loose if posixpath.dirname(o[2]) == op[2]]
+        else:
+            if kind in ("create", "mkdir"):
+                self.durable[key] = [b"" if kind == "create" else None]
+                self.meta[key] = op[3]
+            self.loose.append(op)
+
+    def _sync_names(self, path: str) -> None:
+        # What a failed sync dropped stays in doubt until its names are set anew.
+        kept: list[Op] = []
+        for op in self.loose:
+            if posixpath.dirname(op[2]) != path or op in self.stuck:
+                kept.append(op)
+            else:
+                _rename(self.names, op)
+                kept = [old for old in kept if not _touched(old) & _touched(op)]
+        self.loose = kept
+
+    def _histories(self, key: int) -> list[list[Op]]:
+        # The kernel marks pages clean when writing them back fails: a later fsync
+        # succeeds without them, and what they held may or may not be on the disk.
+        ops, failed = self.pending.get(key, []), self.failed.get(key, 0)
+        return [ops[failed:], ops] if failed else [ops]
+
+    def _fsync(self, key: int) -> None:
+        histories = self._histories(key)
+        ends = [_edit_all(old, ops) for old in self.durable[key] for ops in histories]
+        self.durable[key] = list(dict.fromkeys(ends))
+        self.pending.pop(key, None)
+        self.failed.pop(key, None)
+
+    def contents(self, key: int) -> list[Any]:
+        """Return all contents that the file may have, from none to all written."""
+        if key not in self.known:
+            found: dict[Any, None] = {}
+            for old, ops in itertools.product(self.durable[key], self._histories(key)):
+                found.update(dict.fromkeys([old, *self._written(old, ops)]))
+            self.known[key] = list(found)
+        return self.known[key]
+
+    def _written(self, old: bytes, ops: list[Op]) -> Iterator[bytes]:
+        before = old
+        for count, op in enumerate(ops):
+            if op[0] == "write" and self.variants != "prefix":
+                for tail in _tails(op[3]):
+                    yield _edit(before, (*op[:3], tail))
+            if self.variants == "holes":
+                for i, (kind, *place) in enumerate(ops[:count]):
+                    if kind == "write":
+                        hole = (kind, *place[:2], bytes(len(place[2])))
+                        yield _edit_all(old, [*ops[:i], hole, *ops[i + 1 : count + 1]])
+            before = _edit(before, op)
+            yield before
+
+    def _view(self, mask: int) -> dict[str, int]:
+        names = dict(self.names)
+        for bit, op in enumerate(self.loose):
+            if mask >> bit & 1:
+                _rename(names, op)
+        view: dict[str, int] = {}
+        for path in sorted(names):  # parents come first
+            if path == "/" or posixpath.dirname(path) in view:
+                view[path] = names[path]
+        return view
+
+    def _views(self, rng: random.Random, limit: int) -> list[dict[str, int]]:
+        count = len(self.loose)
+        masks: Iterable[int] = range(1 << count)
+        if count > _ALL_SUBSETS:
+            sample = {rng.getrandbits(count) for _ in range(min(limit, 256))}
+            masks = sorted(sample | {0, (1 << count) - 1})
+        views = {frozenset(v.items()): v for v in map(self._view, masks)}
+        return list(views.values())
+
+    def images(self, rng: random.Random, limit: int) -> Iterator[tuple[str, _Image]]:
+        """Yield all states, or the two extremes and then random ones."""
+        views = self._views(rng, limit)
+        options = [[self.contents(key) for key in view.values()] for view in views]
+        total = sum(math.prod(map(len, option)) for option in options)
+        if total <= limit and len(self.loose) <= _ALL_SUBSETS:
+            for number, (view, option) in enumerate(zip(views, options)):
+                for chosen in itertools.product(*option):
+                    yield f"all, names {number}", self._image(view, chosen)
+            return
+        for end in (0, -1):
+            yield f"end {end}", self._image(views[end], [o[end] for o in options[end]])
+        for number in range(4 * limit):
+            which = rng.randrange(len(views))
+            picked = [rng.choice(option) for option in options[which]]
+            yield f"sample {number}", self._image(views[which], picked)
+
+    def _image(self, view: dict[str, int], contents: Iterable[Any]) -> _Image:
+        meta = {key: self.meta[key] for key in view.values()}
+        return _Image(view, dict(zip(view.values(), contents)), meta)
+
+
+class Process:
+    """One process on a disk: its pid, its descriptors, its `os` and its `fcntl`.
+
+    Its own hook, if any, is asked instead of the disk's. seed makes os.urandom
+    repeatable; by default it is the real one.
+    """
+
+    def __init__(self, disk: Disk, *, seed: Any = None) -> None:
+        self.disk, self.pid, self.umask = disk, next(_pids), 0o022
+        self.hook: Hook | None = None
+        self.dead = False
+        self.handles: dict[int, _Handle] = {}
+        self.issued: set[int] = set()
+        self.random = None if seed is None else random.Random(seed)
+        self.os = _SimulatedOS(self)
+        self.fcntl = _SimulatedFcntl(self)
+
+    def kill(self) -> None:
+        """End it here: its descriptors and locks go, what it wrote stays."""
+        self.dead = True
+        for fd in list(self.handles):
+            self.release(fd)
+
+    def release(self, fd: int) -> None:
+        handle = self.handles.pop(fd)
+        self.disk.handles.discard(handle)
+        self.disk.forget(handle.node)
+
+    @contextlib.contextmanager
+    def patch(self, module: Any) -> Iterator[Process]:
+        """Let the module's `os` and `fcntl` be this process's."""
+        with mock.patch.multiple(module, os=self.os, fcntl=self.fcntl):
+            yield self
+
+
+def _syscall(method: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    name = name or method.__name__
+
+    @functools.wraps(method)
+    def call(self: _Calls, *args: Any, **options: Any) -> Any:
+        process, disk = self._process, self._disk
+        if process.dead:
+            raise Died(name)
+        hook = process.hook or disk.hook
+        if hook is None or name not in disk.watch:
+            with disk.mutex:
+                return method(self, *args, **options)
+        try:
+            args = self._ask(hook, name, args)
+            with disk.mutex:
+                result = method(self, *args, **options)
+            hook(name, "after", args)
+        except Died:
+            process.kill()
+            raise
+        if process.dead:
+            raise Died(name)
+        return result
+
+    return call
+
+
+class _Calls:
+    def __init__(self, process: Process) -> None:
+        self._process, self._disk = process, process.disk
+
+    def _ask(self, hook: Hook, name: str, args: Op) -> Op:
+        try:
+            count = hook(name, "before", args)
+        except OSError:
+            if name in ("fsync", "fdatasync"):
+                handle = self._handle(args[0])
+                is_file = handle.node.data is not None
+                op = (
+                    ("failed", handle.node.key)
+                    if is_file
+                    else ("faileddir", handle.node.key, handle.path)
+                )
+                self._disk.log.append(op)
+            raise
+        if self._process.dead:
+            raise Died(name)
+        if name == "write" and count is not None:
+            return args[0], bytes(args[1])[:count]
+        return args
+
+    def _handle(self, fd: int) -> _Handle:
+        handle = self._process.handles.get(fd)
+        if handle is None:
+            raise _error(errno.EBADF)
+        return handle
+
+    def _writable(self, fd: int, code: int) -> _Handle:
+        handle = self._handle(fd)
+        if not handle.flags & _WRITABLE:
+            raise _error(code)
+        return handle
+
+
+class _SimulatedPath:
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(posixpath, name)
+
+    def isdir(self, path: Any) -> bool:
+        node = self._disk.names.get(_absolute(path))
+        return node is not None and node.data is None
+
+
+class _SimulatedOS(_Calls):
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.path = _SimulatedPath(process.disk)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _REFUSED:
+            raise AttributeError(f"the simulated os has no {name}")
+        return getattr(os, name)
+
+    def _find(self, path: Any, *blamed: Any) -> tuple[str, _Node | None]:
+        """Return the full path and what is there; its directory must exist."""
+        names = self._disk.names
+        if path.__class__ is str and path in names:
+            return path, names[path]
+        blamed = blamed or (path,)
+        full = _absolute(path)
+        node = names.get(full)
+        if node is None:
+            parent = above = posixpath.dirname(full)
+            while above not in names:
+                above = posixpath.dirname(above)
+            if names[above].data is not None:
+                raise _error(errno.ENOTDIR, *blamed)
+            if above != parent:
+                raise _error(errno.ENOENT, *blamed)
+        return full, node
+
+    def _existing(self, path: Any) -> tuple[str, _Node]:
+        full, node = self._find(path)
+        if node is None:
+            raise _error(errno.ENOENT, path)
+        return full, node
+
+    def _do_open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        full, node = self._find(path)
+        if node is None:
+            if not flags & os.O_CREAT:
+                raise _error(errno.ENOENT, path)
+            bits = stat.S_IFREG | mode & 0o7777 & ~self._process.umask
+            node = self._disk.add("create", full, bits)
+        elif flags & os.O_CREAT and flags & os.O_EXCL:
+            raise _error(errno.EEXIST, path)
+        elif node.data is None:
+            if flags & (_WRITABLE | os.O_CREAT | os.O_TRUNC):
+                raise _error(errno.EISDIR, path)
+        elif flags & os.O_DIRECTORY:
+            raise _error(errno.ENOTDIR, path)
+        elif flags & os.O_TRUNC:
+            self._disk.edit(node, ("truncate", node.key, 0))
+        handle, fd = _Handle(node, full, flags), next(_descriptors)
+        self._disk.handles.add(handle)
+        self._process.handles[fd] = handle
+        self._process.issued.add(fd)
+        return fd
+
+    _open_only, _open_change = _syscall(_do_open, "open"), _syscall(_do_open, "create")
+
+    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        makes = flags & os.O_CREAT and not self._find(path)[1]
+        opener = self._open_change if makes or flags & os.O_TRUNC else self._open_only
+        fd: int = opener(path, flags, mode)
+        return fd
+
+    def close(self, fd: int) -> None:
+        # The dead hold nothing. A descriptor of another process comes from an object
+        # that outlived the patch; a second close of one's own is an error.
+        if fd in self._process.handles or fd in self._process.issued or fd < 1000:
+            if not self._process.dead:
+                self._close(fd)
+
+    @functools.partial(_syscall, name="close")
+    def _close(self, fd: int) -> None:
+        self._handle(fd)
+        self._process.release(fd)
+
+    def _stat(self, node: _Node) -> os.stat_result:
+        size, at = len(node.data or b""), node.mtime
+        known = (node.mode, node.ino, 77, 1, node.uid, node.gid, size, at, at, at)
+        return os.stat_result(known)
+
+    @_syscall
+    def stat(self, path: Any, *, follow_symlinks: bool = True) -> os.stat_result:
+        if isinstance(path, int):
+            return self._stat(self._handle(path).node)
+        return self._stat(self._existing(path)[1])
+
+    lstat = stat
+
+    @_syscall
+    def fstat(self, fd: int) -> os.stat_result:
+        return self._stat(self._handle(fd).node)
+
+    @_syscall
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        handle = self._handle(fd)
+        if handle.flags & os.O_WRONLY:
+            raise _error(errno.EBADF)
+        if offset < 0 or count < 0:
+            raise _error(errno.EINVAL)
+        if handle.node.data is None:
+            raise _error(errno.EISDIR)
+        return bytes(handle.node.data[offset : offset + count])
+
+    @_syscall
+    def write(self, fd: int, data: Any) -> int:
+        handle = self._writable(fd, errno.EBADF)
+        node, data = handle.node, bytes(data)
+        appends = handle.flags & os.O_APPEND
+        offset = len(node.data) if appends else handle.position
+        count = int(min(len(data), self._disk.room(node, offset)))
+        if data and not count:
+            raise _error(errno.ENOSPC)
+        if data:
+            self._disk.edit(node, ("write", node.key, offset, data[:count]))
+        handle.position = offset + count
+        return count
+
+    @_syscall
+    def ftruncate(self, fd: int, size: int) -> None:
+        if size < 0:
+            raise _error(errno.EINVAL)
+        handle = self._writable(fd, errno.EINVAL)
+        self._disk.edit(handle.node, ("truncate", handle.node.key, size))
+
+    def _sync(self, fd: int) -> None:
+        handle = self._handle(fd)
+        node, name = handle.node, "fsync"
+        is_file = node.data is not None
+        op = (name, node.key) if is_file else (f"{name}dir", node.key, handle.path)
+        self._disk.log.append(op)
+
+    fsync, fdatasync = _syscall(_sync, "fsync"), _syscall(_sync, "fdatasync")
+
+    @_syscall
+    def replace(self, src: Any, dst: Any) -> None:
+        source, node = self._find(src, src, dst)
+        target, old = self._find(dst, src, dst)
+        if node is None:
+            raise _error(errno.ENOENT, src, dst)
+        if posixpath.dirname(source) != posixpath.dirname(target) or node.data is None:
+            raise NotImplementedError("replace: files of one directory only")
+        if old is not None and old.data is None:
+            raise _error(errno.EISDIR, src, dst)
+        if old is not node:
+            self._disk.names[target] = self._disk.names.pop(source)
+            self._disk.log.append(("replace", node.key, source, target))
+            self._disk.forget(old)
+
+    @_syscall
+    def unlink(self, path: Any) -> None:
+        full, node = self._existing(path)
+        if node.data is None:
+            raise _error(errno.EISDIR, path)
+        del self._disk.names[full]
+        self._disk.log.append(("unlink", node.key, full))
+        self._disk.forget(node)
+
+    @_syscall
+    def mkdir(self, path: Any, mode: int = 0o777) -> None:
+        full, node = self._find(path)
+        if node is not None:
+            raise _error(errno.EEXIST, path)
+        bits = stat.S_IFDIR | mode & 0o1777 & ~self._process.umask
+        self._disk.add("mkdir", full, bits)
+
+    @_syscall
+    def listdir(self, path: Any = "/") -> list[str]:
+        full, node = self._existing(path)
+        if node.data is not None:
+            raise _error(errno.ENOTDIR, path)
+        split = map(posixpath.split, self._disk.names)
+        return sorted(name for parent, name in split if parent == full and name)
+
+    @_syscall
+    def fchmod(self, fd: int, mode: int) -> None:
+        node = self._handle(fd).node
+        bits = stat.S_IFMT(node.mode) | mode & 0o7777
+        self._disk.set_meta(node, (bits, node.uid, node.gid))
+
+    @_syscall
+    def fchown(self, fd: int, uid: int, gid: int) -> None:
+        node = self._handle(fd).node
+        owner = (node.uid if uid == -1 else uid, node.gid if gid == -1 else gid)
+        self._disk.set_meta(node, (node.mode, *owner))
+
+    def getpid(self) -> int:
+        return self._process.pid
+
+    def umask(self, mask: int) -> int:
+        old, self._process.umask = self._process.umask, mask
+        return old
+
+    def urandom(self, count: int) -> bytes:
+        source = self._process.random
+        return source.randbytes(count) if source else os.urandom(count)
+
+
+class _SimulatedFcntl(_Calls):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(fcntl, name)
+
+    def _others(self, handle: _Handle) -> Iterator[_Handle]:
+        for other in self._disk.handles:
+            if other.node is handle.node and other is not handle:
+                yield other
+
+    @_syscall
+    def flock(self, fd: int, operation: int) -> None:
+        handle = self._handle(fd)
+        mode = operation & (fcntl.LOCK_EX | fcntl.LOCK_SH)
+        if handle.flock == mode:
+            return
+        handle.flock = 0  # as the kernel: dropped before the new one is tried
+        for other in self._others(handle):
+            if mode and other.flock and fcntl.LOCK_EX in (mode, other.flock):
+                # Nobody else runs in here to let go: a blocking call never returns.
+                waits = not operation & fcntl.LOCK_NB
+                raise _error(errno.EDEADLK if waits else errno.EAGAIN)
+        handle.flock = mode
+
+    @_syscall
+    def fcntl(self, fd: int, command: int, arg: bytes = b"") -> bytes:
+        """Set or ask for an open-file-description lock; ranges from SEEK_SET only."""
+        handle = self._handle(fd)
+        if command not in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
+            raise NotImplementedError(f"fcntl command {command}")
+        kind, whence, start, length, pid = struct.unpack(_FLOCK, arg)
+        asks = command == fcntl.F_OFD_GETLK
+        if pid or whence != os.SEEK_SET or start < 0 or asks and kind == fcntl.F_UNLCK:
+            raise _error(errno.EINVAL)
+        end = start + length if length else _FOREVER
+        held = self._blocker(handle, kind, start, end)
+        if asks:
+            if held is None:
+                return struct.pack(_FLOCK, fcntl.F_UNLCK, whence, start, length, 0)
+            size = 0 if held[1] == _FOREVER else held[1] - held[0]
+            return struct.pack(_FLOCK, held[2], os.SEEK_SET, held[0], size, -1)
+        if kind == fcntl.F_WRLCK:
+            self._writable(fd, errno.EBADF)
+        if kind == fcntl.F_RDLCK and handle.flags & os.O_WRONLY:
+            raise _error(errno.EBADF)
+        if held is not None:
+            raise _error(errno.EAGAIN)
+        self._hold(handle, kind, start, end)
+        return arg
+
+    def _blocker(self, handle: _Handle, kind: int, start: int, end: int) -> Op | None:
+        for other in self._others(handle):
+            for held in other.ranges:
+                if held[0] < end and start < held[1] and kind != fcntl.F_UNLCK:
+                    if fcntl.F_WRLCK in (kind, held[2]):
+                        return held
+        return None
+
+    def _hold(self, handle: _Handle, kind: int, start: int, end: int) -> None:
+        kept = [] if kind == fcntl.F_UNLCK else [(start, end, kind)]
+        for low, high, held in handle.ranges:
+            if low < start:
+                kept.append((low, min(high, start), held))
+            if high > end:
+                kept.append((max(low, end), high, held))
+        handle.ranges = kept
+
+
+READ, WRITE, APPEND = os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_APPEND
+NEW = APPEND | os.O_CREAT
+
+
+def _trees(states: Any) -> list[dict[str, bytes]]:
+    return [disk.tree() for _, disk in states]
+
+
+def _range_lock(kind: int, start: int = 0, length: int = 0) -> bytes:
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)
+
+
+class SimulatedDiskFidelityTests(unittest.TestCase):
+    """The simulated calls answer as the kernel's do."""
+
+    FLAGS = [
+        READ | os.O_DIRECTORY,
+        *(a | b for a in (READ, os.O_WRONLY, WRITE, APPEND) for b in (0, os.O_CREAT)),
+        NEW | os.O_EXCL,
+        WRITE | os.O_TRUNC,
+    ]
+    PATHS = ["a", "b", "c", "d", "d/a", "d/b", "a/x", "missing/x"]
+
+    def setUp(self) -> None:
+        self.addCleanup(os.umask, os.umask(0o022))
+        root = tempfile.TemporaryDirectory()
+        self.addCleanup(root.cleanup)
+        disk = Disk.from_tree({f"{root.name}/": b""})
+        self.root, self.process, self.disk = root.name, Process(disk), disk
+        self.fds: list[tuple[int, int]] = []
+
+    def _random_call(self, rng: random.Random) -> tuple[str, str, list[Any]]:
+        """Return a module, a function and its arguments; None is a descriptor."""
+        path = f"{self.root}/{rng.choice(self.PATHS)}"
+        other = f"{os.path.dirname(path)}/{rng.choice('abd')}"
+        modes = [fcntl.LOCK_EX, fcntl.LOCK_SH]
+        flock = rng.choice([fcntl.LOCK_UN, *(mode | fcntl.LOCK_NB for mode in modes)])
+        kinds = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
+        # Apart, so that the kernel's merging of neighbours does not show.
+        place = 100 * rng.randrange(3), 50
+        lock = _range_lock(rng.choice(kinds), *place)
+        query = _range_lock(rng.choice(kinds[:2]), *place)
+        size, at = rng.randrange(40), rng.randrange(60)
+        calls: list[tuple[str, str, list[Any]]] = [
+            *[("os", "open", [path, rng.choice(self.FLAGS), 0o660])] * 3,
+            *[("os", "write", [None, rng.randbytes(size)])] * 3,
+            ("os", "pread", [None, size, at]),
+            ("os", "ftruncate", [None, at - 1]),
+            ("os", "close", [None]),
+            ("os", rng.choice(["fstat", "fsync", "fdatasync"]), [None]),
+            ("os", "fchmod", [None, rng.choice([0o600, 0o640])]),
+            ("os", rng.choice(["stat", "listdir", "unlink", "mkdir"]), [path]),
+            ("os", "replace", [path, other]),
+            ("fcntl", "flock", [None, flock]),
+            ("fcntl", "fcntl", [None, fcntl.F_OFD_SETLK, lock]),
+            ("fcntl", "fcntl", [None, fcntl.F_OFD_GETLK, query]),
+        ]
+        return rng.choice(calls)
+
+    def _answer(self, module: Any, name: str, args: list[Any]) -> Any:
+        try:
+            result = getattr(module, name)(*args)
+        except OSError as exc:
+            return errno.errorcode[exc.errno or 0], exc.filename, exc.filename2
+        if isinstance(result, os.stat_result):
+            is_file = result.st_mode & 0o100000
+            more = (result.st_size,) if is_file else ()
+            return (result.st_mode, result.st_uid, result.st_gid, *more)
+        return sorted(result) if name == "listdir" else result
+
+    def _step(self, rng: random.Random) -> str:
+        """Make one random call on both sides and compare."""
+        module, name, args = self._random_call(rng)
+        pair = rng.choice([*self.fds[-6:], (999, 999)])
+        outcomes = []
+        for side, where in enumerate([self.process, None]):
+            given = [pair[side] if arg is None else arg for arg in args]
+            real = {"os": os, "fcntl": fcntl}[module]
+            call = getattr(where, module) if where else real
+            outcomes.append(self._answer(call, name, given))
+        if name == "open" and isinstance(outcomes[1], int):
+            self.assertIsInstance(outcomes[0], int, args)
+            self.fds.append((outcomes[0], outcomes[1]))
+        else:
+            self.assertEqual(outcomes[0], outcomes[1], (name, args))
+        if name == "close" and pair in self.fds:
+            self.fds.remove(pair)
+        return f"{name} {outcomes[1][0] if isinstance(outcomes[1], tuple) else 'ok'}"
+
+    def _skip_directory_moves(self, rng: random.Random) -> str:
+        try:
+            return self._step(rng)
+        except NotImplementedError:
+            return ""
+
+    def test_same_calls_same_answers(self) -> None:
+        """Random calls give the kernel's results, errors and contents."""
+        rng, seen = random.Random(1), set()
+        for _ in range(4000):
+            seen.add(self._skip_directory_moves(rng))
+            while len(self.fds) > 12:
+                simulated, real = self.fds.pop(0)
+                self.process.os.close(simulated)
+                os.close(real)
+        for _, real in self.fds:
+            os.close(real)
+        real_tree = {}
+        for folder, _, names in os.walk(self.root):
+            for path in (os.path.join(folder, name) for name in names):
+                with open(path, "rb") as file:
+                    real_tree[path] = file.read()
+        self.assertEqual(self.disk.tree(), real_tree)
+        self.assertGreater(len(seen), 40, "the random calls met too few cases")
+
+
+class SimulatedDiskCrashTests(unittest.TestCase):
+    """The crash states are those that can be counted by hand."""
+
+    def setUp(self) -> None:
+        self.rng = random.Random(1)
+        self.disk = Disk.from_tree({"/q/old": b"o"})
+        self.process = Process(self.disk)
+        self.os = self.process.os
+
+    def _power(
+        self, variants: str = "prefix", **options: Any
+    ) -> list[dict[str, bytes]]:
+        states = self.disk.power_states(self.rng, variants=variants, **options)
+        return _trees(states)
+
+    def _write(self, path: str, *chunks: bytes, flags: int = NEW) -> int:
+        fd = self.os.open(path, flags)
+        for chunk in chunks:
+            self.os.write(fd, chunk)
+        return fd
+
+    def _sync_directory(self, path: str = "/q") -> None:
+        self.os.fsync(self.os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+
+    def test_process_death_keeps_a_prefix_of_bytes(self) -> None:
+        """Create and two writes of two bytes: absent, 0, 1, 2, 3 or 4 bytes."""
+        self._write("/q/f", b"ab", b"cd")
+        states = _trees(self.disk.process_death_states())
+        expected = [None, b"", b"a", b"ab", b"abc", b"abcd"]
+        self.assertEqual([tree.get("/q/f") for tree in states], expected)
+
+    def test_torn_limit_spreads_the_cuts(self) -> None:
+        """A long write is cut at its first and last byte and evenly between."""
+        self._write("/q/old", b"x" * 1000)
+        states = _trees(self.disk.process_death_states(torn_limit=4))
+        sizes = [len(tree["/q/old"]) - 1 for tree in states]
+        self.assertEqual(sizes, [0, 1, 333, 666, 999, 1000])
+
+    def test_power_cut_after_process_death(self) -> None:
+        """A process death loses nothing; the power cut after it still may."""
+        self.os.fsync(self._write("/q/old", b"1"))
+        self._write("/q/old", b"2")
+        states = dict(self.disk.process_death_states())
+        *_, last = states.values()
+        self.assertEqual(last.tree(), {"/q/old": b"o12"})
+        process = Process(last)
+        process.os.write(process.os.open("/q/old", NEW), b"3")
+        trees = _trees(last.power_states(self.rng, variants="prefix"))
+        self.assertEqual([tree["/q/old"] for tree in trees], [b"o1", b"o12", b"o123"])
+
+    def test_two_unsynced_writes_give_three_prefixes(self) -> None:
+        """None, the first, or both."""
+        self._write("/q/old", b"1", b"2")
+        found = [tree["/q/old"] for tree in self._power()]
+        self.assertEqual(found, [b"o", b"o1", b"o12"])
+
+    def test_files_are_independent(self) -> None:
+        """Two files with one and two unsynced writes: 2 x 3 states."""
+        self.disk = Disk.from_tree({"/q/a": b"", "/q/b": b""})
+        self.os = Process(self.disk).os
+        self._write("/q/a", b"1")
+        self._write("/q/b", b"1", b"2")
+        self.assertEqual(len(self._power()), 6)
+
+    def test_truncation_is_one_of_the_operations(self) -> None:
+        """A cut and an append: neither, the cut alone, or both."""
+        fd = self.os.open("/q/old", NEW)
+        self.os.ftruncate(fd, 0)
+        self.os.write(fd, b"n")
+        found = [tree["/q/old"] for tree in self._power()]
+        self.assertEqual(found, [b"o", b"", b"n"])
+
+    def test_tail_variants(self) -> None:
+        """One write of 8 bytes: whole, absent, four cuts and six bad contents."""
+        self._write("/q/old", b"abc\ndefg")
+        found = {tree["/q/old"][1:] for tree in self._power("all")}
+        good = {b"", b"abc\ndefg", b"a", b"abc", b"abc\n", b"abc\ndef"}
+        self.assertEqual(len(found), 12)
+        self.assertLessEqual(good | {bytes(8), b"abc\n\0\0\0\0"}, found)
+        self.assertLessEqual({b"\0\0\0\0defg", b"ab\0\0\0\0fg"}, found)
+
+    def test_holes_under_an_earlier_write(self) -> None:
+        """With "holes", an earlier write may be NULs while the later one is whole."""
+        self._write("/q/old", b"1", b"2")
+        self.assertNotIn({"/q/old": b"o\0002"}, self._power("all"))
+        self.assertIn({"/q/old": b"o\0002"}, self._power("holes"))
+
+    def test_rename_without_directory_fsync(self) -> None:
+        """The old file or the new one; after the directory's fsync the new one."""
+        self.os.fsync(self._write("/q/tmp", b"n"))
+        self._sync_directory()
+        self.os.replace("/q/tmp", "/q/old")
+        both = [{"/q/old": b"o", "/q/tmp": b"n"}, {"/q/old": b"n"}]
+        self.assertEqual(self._power(), both)
+        self._sync_directory()
+        self.assertEqual(self._power(), both[1:])
+
+    def test_rename_before_fsync_of_the_content(self) -> None:
+        """A rename may reach the disk before the bytes of the file it names."""
+        self._write("/q/tmp", b"n")
+        self._sync_directory()
+        self.os.replace("/q/tmp", "/q/old")
+        self.assertIn({"/q/old": b""}, self._power())
+
+    def test_synced_file_with_unsynced_name_may_vanish(self) -> None:
+        """fsync of a new file keeps its content, not its name."""
+        self.os.fsync(self._write("/q/new", b"n"))
+        found = [tree.get("/q/new") for tree in self._power()]
+        self.assertEqual(found, [None, b"n"])
+
+    def test_unsynced_directory_takes_its_files_with_it(self) -> None:
+        """A synced name in a directory whose own name is not durable may vanish."""
+        self.os.mkdir("/q/d")
+        self.os.fsync(self._write("/q/d/f", b"n"))
+        self._sync_directory("/q/d")
+        self.assertEqual([tree.get("/q/d/f") for tree in self._power()], [None, b"n"])
+        self._sync_directory("/q")
+        self.assertEqual([tree.get("/q/d/f") for tree in self._power()], [b"n"])
+
+    def test_subsets_of_directory_operations(self) -> None:
+        """Two creates and an unlink, all loose: 2 x 2 x 2 states."""
+        for name in "ab":
+            self.os.open(f"/q/{name}", NEW)
+        self.os.unlink("/q/old")
+        self.assertEqual(len(self._power()), 8)
+
+    def test_many_directory_operations_are_sampled(self) -> None:
+        """Beyond the limit a seeded sample, both extremes in it."""
+        for number in range(20):
+            self.os.open(f"/q/{number}", NEW)
+        trees = self._power(limit=50)
+        self.assertEqual(len(trees), 50)
+        self.assertEqual([len(tree) for tree in trees[:2]], [1, 21])
+        self.rng.seed(1)
+        self.assertEqual(self._power(limit=50), trees)
+
+    def test_states_at_earlier_moments(self) -> None:
+        """`at` goes back in the log, and `seen` drops what came before."""
+        fd = self._write("/q/old", b"1")
+        self.os.fsync(fd)
+        self.os.write(fd, b"2")
+        found = [
+            (disk.origin, disk.tree()["/q/old"])
+            for _, disk in self.disk.power_states(
+                self.rng, at=range(len(self.disk.log) + 1), variants="prefix"
+            )
+        ]
+        self.assertEqual(found, [(0, b"o"), (1, b"o1"), (3, b"o12")])
+        self.assertEqual(self.disk.at(1).tree(), {"/q/old": b"o1"})
+        self.disk.sync()
+        self.assertEqual(self._power(), [{"/q/old": b"o12"}])
+
+    def test_failed_directory_fsync_lies_about_names(self) -> None:
+        """Names that it dropped stay in doubt until they are set anew."""
+        self.disk.hook = _fail_once("fsync", errno.EIO)
+        self.os.open("/q/new", NEW)
+        with self.assertRaises(OSError):
+            self._sync_directory()
+        self._sync_directory()
+        self.assertEqual(len(self._power()), 2)
+        self.os.open("/q/tmp", NEW)
+        self.os.replace("/q/tmp", "/q/new")
+        self._sync_directory()
+        self.assertEqual(len(self._power()), 1)
+
+    def test_failed_fsync_lies_when_retried(self) -> None:
+        """After a refused fsync the next one succeeds and keeps only later writes."""
+        fd = self._write("/q/old", b"1")
+        self.disk.hook = _fail_once("fsync", errno.EIO)
+        with self.assertRaises(OSError):
+            self.os.fsync(fd)
+        self.os.write(fd, b"2")
+        self.os.fsync(fd)
+        found = {tree["/q/old"] for tree in self._power()}
+        self.assertEqual(found, {b"o\0002", b"o12"})
+
+
+def _fail_once(name: str, code: int) -> Any:
+    pending = [name]
+
+    def hook(call: str, when: str, args: Any) -> None:
+        if call in pending and when == "before":
+            pending.remove(call)
+            raise OSError(code, os.strerror(code))
+
+    return hook
+
+
+class SimulatedProcessTests(unittest.TestCase):
+    """Faults, deaths and locks of simulated processes."""
+
+    def setUp(self) -> None:
+        self.disk = Disk.from_tree({"/f": b""})
+        self.first, self.second = Process(self.disk), Process(self.disk)
+        self.fds = [each.os.open("/f", APPEND) for each in (self.first, self.second)]
+
+    def test_flock_excludes_until_the_holder_dies(self) -> None:
+        """A second process gets the lock once the first one is killed."""
+        flags = fcntl.LOCK_EX | fcntl.LOCK_NB
+        self.first.fcntl.flock(self.fds[0], flags)
+        with self.assertRaises(BlockingIOError):
+            self.second.fcntl.flock(self.fds[1], flags)
+        self.first.kill()
+        self.second.fcntl.flock(self.fds[1], flags)
+
+    def _asked(self) -> int:
+        query = _range_lock(fcntl.F_WRLCK, 7, 1)
+        answer = self.second.fcntl.fcntl(self.fds[1], fcntl.F_OFD_GETLK, query)
+        kind: int = struct.unpack("hhqqi4x", answer)[0]
+        return kind
+
+    def test_byte_lock_is_seen_until_the_holder_dies(self) -> None:
+        """F_OFD_GETLK tells of another process's lock, and that it is gone."""
+        self.assertEqual(self._asked(), fcntl.F_UNLCK)
+        lock = _range_lock(fcntl.F_WRLCK, 7, 1)
+        self.first.fcntl.fcntl(self.fds[0], fcntl.F_OFD_SETLK, lock)
+        self.assertEqual(self._asked(), fcntl.F_WRLCK)
+        self.first.kill()
+        self.assertEqual(self._asked(), fcntl.F_UNLCK)
+
+    def test_the_dead_do_not_touch_the_disk(self) -> None:
+        """After Died every call raises it again, close excepted."""
+
+        def hook(name: str, when: str, args: Any) -> int | None:
+            if when == "before":
+                return 1
+            raise Died
+
+        self.first.hook = hook
+        with self.assertRaises(Died):
+            self.first.os.write(self.fds[0], b"abc")
+        self.first.hook = None
+        for call in (self.first.os.write, self.first.fcntl.flock):
+            self.assertRaises(Died, call, self.fds[0], b"x")
+        self.first.os.close(self.fds[0])
+        self.second.os.write(self.fds[1], b"d")
+        self.assertEqual(self.disk.tree(), {"/f": b"ad"})
+
+    def test_hook_sees_every_call_that_is_watched(self) -> None:
+        """By default the changes, with EVERY_CALL the rest too."""
+        calls: list[str] = []
+        self.disk.hook = lambda name, when, args: calls.append(f"{name} {when}")
+        self.first.os.fstat(self.fds[0])
+        self.first.os.open("/new", NEW)
+        self.assertEqual(calls, ["create before", "create after"])
+        self.disk.watch = EVERY_CALL
+        self.first.os.open("/new", NEW)
+        self.assertEqual(calls[2:], ["open before", "open after"])
+
+    def test_full_disk_writes_what_fits(self) -> None:
+        """A short write first, then ENOSPC, then room again after a truncation."""
+        self.disk.capacity = 5
+        write = self.first.os.write
+        self.assertEqual(
+            [write(self.fds[0], b"abc"), write(self.fds[0], b"def")], [3, 2]
+        )
+        with self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC)):
+            write(self.fds[0], b"g")
+        self.first.os.ftruncate(self.fds[0], 4)
+        self.assertEqual(write(self.fds[0], b"gh"), 1)
+
+    def test_inode_comes_back_only_when_nobody_holds_it(self) -> None:
+        """With reuse_inodes a replaced file's number is used again once closed."""
+        self.disk.reuse_inodes = True
+        calls, number = self.first.os, self.first.os.stat("/f").st_ino
+        for fd, process in zip(self.fds, (self.first, self.second)):
+            calls.open("/t", NEW)
+            self.assertNotEqual(calls.stat("/t").st_ino, number)
+            calls.replace("/t", "/f")
+            process.os.close(fd)
+        calls.open("/t", NEW)
+        self.assertEqual(calls.stat("/t").st_ino, number)
+
+    def test_foreign_descriptors_and_unsimulated_calls(self) -> None:
+        """Another process's descriptor is invalid; what is missing is not real."""
+        with self.assertRaises(OSError):
+            self.second.os.fstat(self.fds[0])
+        self.second.os.close(self.fds[0])  # as a late __del__ would
+        self.first.os.fstat(self.fds[0])
+        self.assertFalse(hasattr(self.first.os, "scandir"))
+        isdir = self.first.os.path.isdir
+        self.assertEqual([isdir("/"), isdir("/f"), isdir("/x")], [True, False, False])
+
+
+# Crashes, power cuts, failing calls
+# =============================================================================
+
+
+# TQ_MUTANTS=1 tries all, TQ_MUTANTS=0:9 the first nine of the table.
+_part = os.environ.get("TQ_MUTANTS", "").split(":")
+PART = slice(int(_part[0]), int(_part[1])) if len(_part) == 2 else slice(None)
+TORN = 4096 if DEEP else 32
+SMALL = {"_BALLAST": 0, "_MIB": 1 << 20, "_IDLE_SLACK": 1 << 16}
+
+OPTIONS: dict[str, Any] = {"backoff": lambda n: 0.0, "lock_timeout": 0.02}
+
+State = Optional[tuple[str, int]]  # of a job: where, attempts; None: not there
+
+
+def payload_of(key: str) -> dict[str, Any]:
+    """A payload that names its job; a key that starts with L has a long one."""
+    return {"k": key, "pad": "\u2028\n" + ("x" * 180 if key[0] == "L" else "y")}
+
+
+def wreckage(tree: dict[str, bytes]) -> set[bytes]:
+    """Lines of the data files that cannot be records."""
+    return {
+        line
+        for path, data in tree.items()
+        if path.endswith(".jsonl")
+        for line in data.split(b"\n")
+        if line and not line.endswith(b"}")
+    }
+
+
+class Step(NamedTuple):
+    """What one call made of a job, and the log positions that it lies between."""
+
+    start: int
+    ack: float  # infinite if the call did not return
+    state: State
+    durable: bool  # whether it is synced when the call returns
+
+
+class History:
+    """All that was done to each job, and so what a crash may leave of it."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[Step]] = {}
+        self.batches: list[list[str]] = []
+        self.wreckage: set[bytes] = set()  # what was damaged before
+        self.doubtful: set[str] = set()  # those whose put never returned
+
+    def settle(self) -> None:
+        """Call everything so far old and durable."""
+        for key, steps in self.steps.items():
+            ack = math.inf if key in self.doubtful else -1
+            self.steps[key] = [Step(-1, ack, steps[-1].state, True)]
+        self.batches.clear()
+
+    def level(self, position: int) -> int:
+        """How much of it had been acknowledged there."""
+        return sum(s.ack <= position for steps in self.steps.values() for s in steps)
+
+    def cut(self, origin: int) -> History:
+        """The history of one who crashed there: later calls never returned."""
+        new = History()
+        new.batches, new.wreckage = list(self.batches), self.wreckage
+        for key, steps in self.steps.items():
+            new.steps[key] = [
+                step if step.ack <= origin else step._replace(ack=math.inf)
+                for step in steps
+                if step.start <= origin
+            ]
+        return new
+
+    def allowed(self, origin: int, power: bool) -> dict[str, set[State]]:
+        """The states that each job may be in after a crash at that position."""
+        found = {}
+        for key, steps in self.steps.items():
+            states: set[State] = {None}
+            for start, ack, state, durable in steps:
+                if start > origin:
+                    break
+                if ack <= origin and (durable or not power):
+                    states.clear()
+                states.add(state)
+            found[key] = states
+        return found
+
+
+class Actor:
+    """A process on the simulated disk with one Queue."""
+
+    def __init__(self, disk: Disk, fsync: bool = True, folder: str = "/q") -> None:
+        self.disk, self.fsync, self.process = disk, fsync, Process(disk, seed=SEED)
+        self.process.random = random.Random(f"{SEED} {self.process.pid}")
+        self.jobs: dict[str, Any] = {}
+        self.got: list[str] = []  # by the last get
+        self.queue = self.do(tq.Queue, folder, fsync=fsync, **OPTIONS)
+
+    def do(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        tq.os, tq.fcntl = self.process.os, self.process.fcntl
+        try:
+            return call(*args, **options)
+        finally:
+            tq.os, tq.fcntl = os, fcntl
+
+    def kill(self) -> None:
+        self.process.kill()
+        del self.queue
+        self.jobs.clear()
+
+    def census(self) -> dict[str, State]:
+        """Every job by the name in its payload, which must be unaltered."""
+        found: dict[str, State] = {}
+        for job in self.do(lambda: list(self.queue.jobs())):
+            key = job.payload["k"]
+            if key in found or job.payload != payload_of(key):
+                raise AssertionError(f"{key} is there twice or altered")
+            found[key] = (job.state, job.attempts)
+        return found
+
+    # The verbs of a script: each returns {key: state} of the jobs that it changes.
+
+    def put(self, key: str, **options: Any) -> dict[str, State]:
+        retries = 0 if key[0] == "m" else None
+        self.do(self.queue.put, payload_of(key), max_retries=retries, **options)
+        return {key: ("pending", 0)}
+
+    def put_id(self, key: str, id: str) -> dict[str, State]:
+        return self.put(key, id=id)
+
+    def put_late(self, key: str) -> dict[str, State]:
+        return self.put(key, delay=1000)
+
+    def put_high(self, key: str) -> dict[str, State]:
+        return self.put(key, priority=7)
+
+    def put_many(self, *keys: str) -> dict[str, State]:
+        self.do(self.queue.put_many, [payload_of(key) for key in keys])
+        return dict.fromkeys(keys, ("pending", 0))
+
+    def exists(self, key: str, id: str) -> dict[str, State]:
+        """The answer promises that the job that is there stays."""
+        job = self.do(self.queue.put, "new", id=id, exist_ok=True)
+        assert job.payload["k"] == key, job
+        return {key: (job.state, job.attempts)}
+
+    def duplicate(self, key: str, id: str) -> dict[str, State]:
+        try:
+            self.do(self.queue.put, "new", id=id)
+        except tq.DuplicateJobError:
+            return self.exists(key, id)
+        raise AssertionError(f"{id} was put twice")
+
+    def get(self, count: str = "1") -> dict[str, State]:
+        effects: dict[str, State] = {}
+        self.got.clear()
+        for job in self.do(self.queue.get_many, int(count)):
+            self.got.append(job.payload["k"])
+            self.jobs[job.payload["k"]] = job
+            effects[job.payload["k"]] = ("inflight", job.attempts)
+        return effects
+
+    def regain(self) -> dict[str, State]:
+        """Get a job whose holders keep dying: it is given back before."""
+        return self.get() or self.get()
+
+    def extend(self, key: str) -> dict[str, State]:
+        job = self.do(self.queue.extend, self.jobs[key])
+        return {key: ("inflight", job.attempts)}
+
+    def done(self, key: str) -> dict[str, State]:
+        self.do(self.queue.task_done, self.jobs[key])
+        return {key: None}
+
+    def done_all(self) -> dict[str, State]:
+        """Settle what the last get has brought."""
+        for key in self.got:
+            self.do(self.queue.task_done, self.jobs.pop(key))
+        return dict.fromkeys(self.got)
+
+    def fail(self, key: str) -> dict[str, State]:
+        job = self.jobs[key]
+        self.do(self.queue.task_done, job, False, "no")
+        return {key: self.failed(job)}
+
+    def failed(self, job: Any) -> State:
+        over = job.attempts > job.max_retries
+        return ("dead" if over else "pending", job.attempts)
+
+    def bury(self, key: str) -> dict[str, State]:
+        self.do(self.queue.bury, self.jobs[key], "no")
+        return {key: ("dead", self.jobs[key].attempts)}
+
+    def release(self, key: str) -> dict[str, State]:
+        self.old = self.jobs[key]
+        self.do(self.queue.release, self.old)
+        return {key: ("pending", self.old.attempts - 1)}
+
+    def stale(self, key: str) -> dict[str, State]:
+        """What was released can no longer be settled with the old token."""
+        for settle in (self.queue.task_done, self.queue.release, self.queue.extend):
+            try:
+                self.do(settle, self.old)
+            except tq.LeaseLostError:
+                continue
+            raise AssertionError(f"{key} was settled with a stale token")
+        return {}
+
+    def cancel(self, key: str, id: str) -> dict[str, State]:
+        assert self.do(self.queue.cancel, id)
+        return {key: None}
+
+    def requeue(self, *keys: str) -> dict[str, State]:
+        assert self.do(self.queue.requeue_dead) == len(keys)
+        return dict.fromkeys(keys, ("pending", 0))
+
+    def reap(self, *keys: str) -> dict[str, State]:
+        assert self.do(self.queue.reap_stale) == len(keys)
+        return {key: ("dead" if key[0] == "m" else "pending", 1) for key in keys}
+
+    def purge(self, state: str, *keys: str) -> dict[str, State]:
+        assert self.do(self.queue.purge, state) == len(keys)
+        return dict.fromkeys(keys)
+
+    def stats(self) -> dict[str, State]:
+        self.do(self.queue.stats)
+        return {}
+
+    def compact(self) -> dict[str, State]:
+        self.do(self.queue.compact)
+        return {}
+
+    def close(self) -> dict[str, State]:
+        self.do(self.queue.close)
+        return {}
+
+    # Harm from outside; only for what comes before the | of a script.
+
+    def tear(self, name: str, count: str, *keys: str) -> dict[str, State]:
+        """Cut the last bytes of a file off, and with them the jobs named."""
+        calls = Process(self.disk).os
+        fd = calls.open(f"/q/default.{name}.jsonl", os.O_RDWR)
+        calls.ftruncate(fd, calls.fstat(fd).st_size - int(count))
+        return dict.fromkeys(keys, None if name == "pending" else ("pending", 0))
+
+    def flip(self, name: str, key: str) -> dict[str, State]:
+        """Alter a payload where it stands, which ends the job."""
+        calls = Process(self.disk).os
+        fd = calls.open(f"/q/default.{name}.jsonl", os.O_RDWR)
+        data = calls.pread(fd, 1 << 20, 0)
+        calls.write(fd, data.replace(f'"k":"{key}"'.encode(), b'"k":"p8"'))
+        return {key: None if name == "pending" else ("pending", 0)}
+
+    def litter(self, file: str, text: str) -> dict[str, State]:
+        calls = Process(self.disk).os
+        fd = calls.open(f"/q/default.{file}", os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        calls.write(fd, text.encode().decode("unicode_escape").encode("latin-1"))
+        return {}
+
+
+UNSYNCED = ("get", "regain", "extend", "stale", "kill", "stats", "compact", "close")
+
+
+class World:
+    """A disk with the actors of a script: `A put p1; A get | A done p1`.
+
+    A small letter is a process with fsync=False. What comes before the | is made
+    durable, and crashes come only after it.
+    """
+
+    def __init__(
+        self,
+        disk: Disk | None = None,
+        history: History | None = None,
+        folder: str = "/q",
+    ) -> None:
+        self.disk = disk or Disk.from_tree({"/q/": b""})
+        self.history = history or History()
+        self.folder = folder
+        self.actors: dict[str, Actor] = {}
+
+    def run(self, script: str) -> World:
+        before, bar, after = script.rpartition("|")
+        for statement in filter(None, map(str.strip, before.split(";"))):
+            self.call(statement)
+        if bar:
+            self.disk.sync()
+            self.history.settle()
+            self.history.wreckage = wreckage(self.disk.tree())
+        for statement in filter(None, map(str.strip, after.split(";"))):
+            self.call(statement)
+        return self
+
+    def actor(self, name: str) -> Actor:
+        if name not in self.actors:
+            self.actors[name] = Actor(self.disk, name.isupper(), self.folder)
+        return self.actors[name]
+
+    def call(self, statement: str) -> None:
+        name, verb, *args = statement.split()
+        actor, start = self.actor(name), len(self.disk.log)
+        if verb == "kill":
+            self.actors.pop(name).kill()
+            return
+        if verb == "doubt":
+            self.history.doubtful.update(args)
+            return
+        self.held = {key for each in self.actors.values() for key in each.jobs}
+        try:
+            effects = getattr(actor, verb)(*args)
+            ack: float = len(self.disk.log)
+        except tq.QueueError:
+            effects, ack = self.hoped(actor, verb, args), math.inf
+            self.note(actor, verb, effects, start, ack)
+            raise
+        self.note(actor, verb, effects, start, ack)
+
+    def hoped(self, actor: Actor, verb: str, args: list[str]) -> dict[str, State]:
+        """What a call would have done that failed."""
+        if verb.startswith("put"):
+            keys = args if verb == "put_many" else args[:1]
+            return dict.fromkeys(keys, ("pending", 0))
+        job = actor.jobs.get(args[0]) if args else None
+        hopes: dict[str, State] = {"done": None, "cancel": None}
+        if job is not None:
+            hopes["fail"] = actor.failed(job)
+            hopes["bury"] = ("dead", job.attempts)
+            hopes["release"] = ("pending", job.attempts - 1)
+        if verb in hopes:
+            return {args[0]: hopes[verb]}
+        after = {"requeue": "pending", "reap": "pending", "purge": None}
+        if verb in after:
+            keys = args[1:] if verb == "purge" else args
+            state = after[verb]
+            count = 0 if verb == "requeue" else 1
+            return {
+                key: state and ("dead" if key[0] + verb == "mreap" else state, count)
+                for key in keys
+            }
+        return {}
+
+    def note(
+        self,
+        actor: Actor,
+        verb: str,
+        effects: dict[str, State],
+        start: int,
+        ack: float,
+    ) -> None:
+        durable = actor.fsync and verb not in UNSYNCED
+        if verb in ("get", "regain"):
+            self.may_give_back(self.held, start)
+        for key, state in effects.items():
+            steps = self.history.steps.setdefault(key, [])
+            steps.append(Step(start, ack, state, durable))
+        if verb == "put_many":
+            self.history.batches.append(list(effects))
+
+    def may_give_back(self, held: set[str], start: int) -> None:
+        """A get also ends the leases of the dead, which may be any not held."""
+        for key, steps in self.history.steps.items():
+            states = [step.state for step in steps if key not in held]
+            ends = {state[1] for state in states if state and state[0] == "inflight"}
+            steps += [
+                Step(start, math.inf, (where, attempts), False)
+                for where in ("pending", "dead")
+                for attempts in ends
+            ]
+
+
+CRASH_FIRST = ("stats", "put z1", "put_id z1 z", "get", "put_many z1 z2", "compact")
+
+
+class CrashCase(unittest.TestCase):
+    """Checks one crash state; the failure message says how to get it again."""
+
+    rng = random.Random(SEED)
+    counts: dict[str, int] = {}
+    turn = 0
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        logging.disable(logging.CRITICAL)
+        cls.addClassCleanup(logging.disable, logging.NOTSET)
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        if cls.counts:
+            said = ", ".join(f"{n:,} {what}" for what, n in cls.counts.items())
+            print(f"\n{cls.__name__}: {said}", file=sys.stderr)
+
+    @classmethod
+    def count(cls, what: str) -> None:
+        if "counts" not in cls.__dict__:
+            cls.counts = {}
+        cls.counts[what] = cls.counts.get(what, 0) + 1
+
+    def check(
+        self,
+        disk: Disk,
+        history: History,
+        what: str,
+        power: bool = False,
+        folder: str = "/q",
+    ) -> None:
+        """Open, use, reopen, drain, reopen; P1-P3, P5, P6, P8 of FAULTS.md."""
+        CrashCase.turn += 1
+        self.count("power cuts" if power else "deaths")
+        first = CRASH_FIRST[self.turn % len(CRASH_FIRST)]
+        tree = disk.tree()
+        try:
+            allowed = history.allowed(disk.origin, power)
+            self.look(disk, allowed, history, first, folder)
+        except Exception as exc:
+            text = "\n".join(f"  {name}: {data!r}" for name, data in tree.items())
+            raise AssertionError(f"{what}; then {first}: {exc!r}\n{text}") from exc
+
+    def look(
+        self,
+        disk: Disk,
+        allowed: dict[str, set[State]],
+        history: History,
+        first: str,
+        folder: str,
+    ) -> None:
+        damage = wreckage(disk.tree()) | history.wreckage
+        actor = Actor(disk, folder=folder)
+        verb, *args = first.split()
+        effects = getattr(actor, verb)(*args)
+        for key, state in effects.items():
+            if verb == "get":
+                allowed[key] = {("inflight", s[1] + 1) for s in allowed[key] if s}
+            else:
+                allowed[key] = {state}
+        if verb == "get":  # which also gives the jobs of the dead back
+            for key in allowed.keys() - effects.keys():
+                ends = [s[1] for s in allowed[key] if s and s[0] == "inflight"]
+                allowed[key].update((w, n) for w in ("pending", "dead") for n in ends)
+        seen = actor.census()
+        self.compare(seen, allowed, history)
+        actor.kill()
+        again = Actor(disk, folder=folder)
+        self.assertEqual(again.census(), seen, "reopened, it is another")
+        kept = b"\n".join(disk.tree().values())
+        self.assertFalse([bad for bad in damage if bad not in kept], "damage not kept")
+        if DEEP or self.turn % 4 == 0:
+            self.drain(again, seen)
+
+    def compare(
+        self,
+        seen: dict[str, State],
+        allowed: dict[str, set[State]],
+        history: History,
+    ) -> None:
+        for key, states in allowed.items():
+            state = seen.get(key)
+            self.assertIn(state, states, f"{key} {'lost' if not state else 'wrong'}")
+        self.assertLessEqual(seen.keys(), allowed.keys(), "invented")
+        for batch in history.batches:
+            put = ("pending", 0)
+            fresh = [key for key in batch if {put} <= allowed[key] <= {None, put}]
+            there = [key for key in fresh if key in seen]
+            self.assertIn(len(there), (0, len(fresh)), f"half of {batch}: {there}")
+
+    def drain(self, actor: Actor, seen: dict[str, State]) -> None:
+        """All due jobs come, in the order of their file, and stay settled."""
+        queue = actor.queue
+        waiting = actor.do(lambda: list(queue.jobs("pending")))
+        now = [job for job in waiting if not job.run_at]
+        now.sort(key=lambda job: -job.priority)
+        actor.put("zz")
+        order = []
+        while job := actor.do(queue.get):
+            order.append(job.payload["k"])
+            actor.do(queue.task_done, job)
+        wanted = [*(job.payload["k"] for job in now), "zz"]
+        got = [key for key in order if key in wanted]
+        at = len([job for job in now if job.priority >= 0])
+        self.assertEqual(got, wanted[:at] + wanted[at:])
+        left = {
+            key: state
+            for key, state in seen.items()
+            if state and (state[0] == "dead" or key not in order)
+        }
+        late = {job.payload["k"] for job in waiting if job.run_at}
+        for key, state in left.items():
+            spent = state is not None and state[1] > (0 if key[0] == "m" else 3)
+            dead = state is not None and state[0] == "dead"
+            self.assertTrue(dead or spent or key in late, f"{key} was not given")
+        actor.kill()
+        last = Actor(actor.disk, folder=queue.path)
+        rest = last.census()
+        self.assertEqual(rest.keys(), left.keys())
+        last.close()
+        temp = [name for name in last.disk.tree() if name.endswith(".tmp")]
+        self.assertFalse(temp)
+        self.assertFalse(last.process.handles, "descriptors left open")
+
+
+SCRIPTS = {
+    "put": "| A put p1; A put_late L2; A put_high p3",
+    "put_id": "| A put_id p1 x; A put_id p2 y; A duplicate p1 x",
+    "put_many": "A put p0 | A put_many p1 L2 p3; A put_many L4 p5 p6 p7 p8",
+    "put_many long end": "A put p0; A put p1 | A put_many p2 p3 L4",
+    "get": "A put p1; A put_late p2; A put_high p3; A put p4 | A get; A get 2",
+    "settle": "A put_many p1 p2 p3 p4; A put m5; A get 5"
+    " | A done p1; A fail p2; A bury p3; A release p4; A fail m5",
+    "extend": "A put p1; A get | A extend p1; A extend p1; A done p1",
+    "stale": "A put p1; A get | A release p1; A get; A stale p1; B stats; A done p1",
+    "cancel": "A put_id p1 x; A put_id p2 y; A get"
+    " | A cancel p1 x; A cancel p2 y; A put_id p3 x",
+    "requeue": "A put m1; A put m2; A get 2; A fail m1; A fail m2"
+    " | A requeue m1 m2; A get; A fail m1; A compact",
+    "reap": "A put p1; A put m2; A put p3; A get 3; A kill"
+    " | B reap p1 m2 p3; B get; B done p1",
+    "takeover": "A put p1; A put p2; A get 2; A kill"
+    " | B get; B done p1; B get; B kill; C regain; C done p2",
+    "purge": "A put_many p1 p2; A put m3; A get 3; A fail m3; A release p1"
+    " | A purge pending p1; A purge dead m3; A purge inflight p2",
+    "compact": "A put_many p1 L2 p3 p4; A put_late p5; A get 3; A done p1; A bury L2"
+    " | A compact; A done p3; A compact; A put p6",
+    "close": "A put_many p1 p2 p3; A get 3; A done p1; A done p2; A bury p3"
+    " | A close; B put p4; B close",
+    "torn line": "A put p1; A put p2; A kill; B tear pending 9 p2"
+    " | A get; A put p3; A done p1",
+    "torn newline": "A put p1; A put p2; A kill; B tear pending 1; B doubt p2"
+    " | A get; A put p3; A done p1",
+    "torn batch": "A put p1; A put_many p2 p3 p4; A kill; B tear pending 9 p2 p3 p4"
+    " | A put p5; A get; A done p1; A put p6",
+    "torn lease": "A put p1; A get; A kill; B tear inflight 30 p1"
+    " | A get; A put p3; A done p1",
+    "damage": "A put p1; A litter pending.jsonl xyz\\n; A put p2; A get"
+    " ; A litter inflight.jsonl \\0\\0\\n | B put p3; B get; B done p2; B put p4",
+    "flipped": "A put p1; A put p2; A put p3; A get; A kill; B flip pending p2"
+    "; B flip inflight p1 | B put p4; B get; B done p1; B get; B done p3",
+    "leftover": "A put p1; A litter pending.jsonl.tmp xyz; A kill"
+    " | B put p2; B get; B compact; B done p1; B compact",
+    "replaced": "A put p1; A put p2; A get; B stats"
+    " | A done p1; A compact; B put p3; B get; B done p2; A put p4; B compact; A get",
+    "two processes": "A put p1; A put p2 | B get; A compact; B done p1; A put p3"
+    " ; B compact; A get; A done p2; B put p4",
+}
+MIXED = {
+    "mixed": "| a put p1; A put p2; a get; a done p1; A get; A done p2; a put p3"
+    " ; A compact; A put p4",
+    "mixed 2": "| A put p1; a get; a fail p1; A compact; A get; A done p1; a put p2"
+    " ; a compact; A put p3",
+    "mixed 3": "A put p1; A put p2; A put p3 | a get; a done p1; A get; a compact"
+    "; A bury p2; a get; a bury p3; A compact; A requeue p2 p3",
+    "lease unsynced": "A put p1; A put p2; A put p3 | A get; a get; B compact"
+    "; A done p1; B compact; B get; B fail p3; B compact",
+    "exists": "| a put_id p1 x; A exists p1 x; a get; A duplicate p1 x; a put_id p2 y"
+    " ; a cancel p2 y; A put_id p3 y",
+    "careless": "| a put p1; a put_many p2 p3 p4; a get 2; a done p1; a compact"
+    " ; a fail p2; a put p5; a compact; a close",
+}
+AUTO = {  # with compaction at a few hundred superseded bytes
+    "auto": "| A put L1; A get; A done L1; A put L2; A get; A fail L2; A get; A bury L2"
+    " ; A put p3; A requeue L2; A get; A done p3",
+    "auto mixed": "| a put L1; a get; a done L1; A put L2; a get; A put L3; A get"
+    " ; a fail L2; A done L3; a get; A put p4; a done L2; A put p5",
+}
+
+
+@contextlib.contextmanager
+def small(**values: int) -> Iterator[None]:
+    """Patch the module's sizes: no ballast, and compaction sooner if asked."""
+    old = {name: getattr(tq, name) for name in SMALL}
+    for name, value in {**SMALL, **values}.items():
+        setattr(tq, name, value)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(tq, name, value)
+
+
+def worlds(scripts: dict[str, str], **sizes: int) -> Iterator[tuple[str, World]]:
+    for name, script in scripts.items():
+        with small(**sizes):
+            yield name, World().run(script)
+
+
+class ProcessDeathTests(CrashCase):
+    """Every process dies at each system call or byte: nothing acknowledged is lost."""
+
+    def enumerate(self, scripts: dict[str, str], **sizes: int) -> None:
+        for name, world in worlds(scripts, **sizes):
+            with self.subTest(name):
+                for label, disk in world.disk.process_death_states(
+                    torn_limit=TORN, level=world.history.level
+                ):
+                    self.check(disk, world.history, f"{name}: {label}")
+
+    def test_each_operation(self) -> None:
+        """P1-P3, P5, P6, P8 hold at every byte of every operation."""
+        self.enumerate(SCRIPTS)
+
+    def test_mixed_processes(self) -> None:
+        """fsync=False is no weaker when only processes die."""
+        self.enumerate(MIXED)
+
+    def test_unasked_compaction(self) -> None:
+        """So too when an operation compacts on the way."""
+        self.enumerate(AUTO, _MIB=500)
+
+
+class PowerCutTests(CrashCase):
+    """A power cut leaves any legal part of what was not synced."""
+
+    def enumerate(self, scripts: dict[str, str], limit: int, **sizes: int) -> None:
+        limit *= 20 if DEEP else 1
+        for name, world in worlds(scripts, **sizes):
+            with self.subTest(name):
+                states = world.disk.power_states(
+                    self.rng,
+                    limit,
+                    at=range(len(world.disk.log) + 1),
+                    variants="holes" if "many" in name else "all",
+                    level=world.history.level,
+                )
+                for label, disk in states:
+                    self.check(disk, world.history, f"{name}: {label}", power=True)
+
+    def test_each_operation(self) -> None:
+        """With fsync=True all that was acknowledged survives."""
+        self.enumerate(SCRIPTS, 400)
+
+    def test_mixed_processes(self) -> None:
+        """What fsync=True acknowledged survives beside fsync=False."""
+        self.enumerate(MIXED, 150)
+
+    def test_unasked_compaction(self) -> None:
+        """So too when an operation compacts on the way."""
+        self.enumerate(AUTO, 60, _MIB=500)
+
+
+def wander(rng: random.Random) -> World:
+    """A world after a dozen random calls of three processes, one of them careless."""
+    world = World()
+    while len(world.disk.log) < 40:
+        name = rng.choice("AAbC")
+        actor, key = world.actor(name), f"{rng.choice('pLm')}{len(world.history.steps)}"
+        held = [
+            f"{verb} {rng.choice([*actor.jobs])}"
+            for verb in ("done", "fail", "bury", "release", "extend")
+            if actor.jobs
+        ]
+        dead = [job for job, state in actor.census().items() if state[0] == "dead"]
+        statement = rng.choice(
+            [
+                f"put {key}",
+                f"put_id {key} {key}",
+                f"put_many {key} {key}b {key}c",
+                "get",
+                "get 2",
+                *held,
+                *held,
+                "compact",
+                "kill",
+                "close",
+                *(["requeue " + " ".join(dead)] * bool(dead)),
+            ]
+        )
+        world.call(f"{name} {statement}")
+        if statement == "close":
+            world.call(f"{name} kill")
+        elif statement.split()[0] in ("done", "fail", "bury", "release"):
+            del actor.jobs[statement.split()[1]]
+    return world
+
+
+class RandomScriptTests(CrashCase):
+    """Random calls of several processes, killed or cut at every moment."""
+
+    def test_random_scripts(self) -> None:
+        """Nothing acknowledged is lost, whatever was done in whatever order."""
+        for number in range(400 if DEEP else 34):
+            rng = random.Random(f"{SEED} {number}")
+            with small(_MIB=rng.choice([600, 1 << 20])):
+                world = wander(rng)
+                level, what = world.history.level, f"random script {number}"
+                for label, disk in world.disk.process_death_states(
+                    torn_limit=3, level=level
+                ):
+                    self.check(disk, world.history, f"{what}: {label}")
+                moments = range(len(world.disk.log) + 1)
+                for label, disk in world.disk.power_states(
+                    rng, 400 if DEEP else 12, at=moments, level=level
+                ):
+                    self.check(disk, world.history, f"{what}: {label}", power=True)
+
+
+RECOVERIES = (
+    "R stats; R put z8",
+    "R put z8; R get; R done_all",
+    "R put_many z8 L9; R compact",
+    "R put_id z8 zz; R exists z8 zz; R get",
+    "R get 2; R done_all; R compact; R put z8",
+    "r get; r done_all; R put z8; r compact; R put z9",
+)
+
+
+class NestedCrashTests(CrashCase):
+    """A crash during, or a power cut after, the recovery from a crash."""
+
+    def recover(self, name: str, label: str, crashed: Disk, history: History) -> None:
+        start = len(crashed.log)
+        script = RECOVERIES[self.turn % len(RECOVERIES)]
+        what = f"{name}: {label}; then {script}"
+        world = World(crashed, history.cut(crashed.origin))
+        try:
+            world.run(script)
+        except (tq.QueueError, AssertionError) as exc:
+            raise AssertionError(f"{what}: {exc!r} {crashed.tree()}") from exc
+        for label, disk in crashed.process_death_states(
+            start, torn_limit=2, level=world.history.level
+        ):
+            self.check(disk, world.history, f"{what}: {label}")
+        moments = range(start, len(crashed.log) + 1)
+        limit = 60 if DEEP else 3
+        for label, disk in crashed.power_states(
+            self.rng, limit, at=moments, level=world.history.level
+        ):
+            self.check(disk, world.history, f"{what}: {label}", power=True)
+
+    def enumerate(self, scripts: dict[str, str], share: int, **sizes: int) -> None:
+        for name, world in worlds(scripts, **sizes):
+            with self.subTest(name):
+                states = world.disk.process_death_states(torn_limit=TORN if DEEP else 3)
+                for number, (label, disk) in enumerate(states):
+                    if DEEP or number % share == 0:
+                        self.count("crashed")
+                        self.recover(name, label, disk, world.history)
+
+    def test_each_operation(self) -> None:
+        """Nothing is lost, whoever acknowledges on whatever a crash has left."""
+        self.enumerate(SCRIPTS, 5)
+
+    def test_mixed_processes(self) -> None:
+        """So too where a careless process or compactor died."""
+        self.enumerate(MIXED, 3)
+
+
+class NewDirectoryTests(CrashCase):
+    """Nothing acknowledged hangs on a directory whose name is not durable."""
+
+    def test_power_cut(self) -> None:
+        """Whoever made the directories, and wherever he died."""
+        folder = "/a/b/q"
+        world = World(Disk(), folder=folder).run("A put p1; A put p2")
+        for label, crashed in world.disk.process_death_states(torn_limit=2):
+            start = len(crashed.log)
+            history = world.history.cut(crashed.origin)
+            after = World(crashed, history, folder).run("B put z8; b put z9; B get")
+            moments = range(start, len(crashed.log) + 1)
+            for cut, disk in crashed.power_states(
+                self.rng, 20, at=moments, level=after.history.level
+            ):
+                what = f"{label}; then {cut}"
+                self.check(disk, after.history, what, power=True, folder=folder)
+
+
+class Failing:
+    """A hook that fails the n-th of some calls, once or until it is lifted."""
+
+    def __init__(self, number: int, code: int, sticky: bool = False) -> None:
+        self.number, self.code, self.sticky = number, code, sticky
+        self.seen, self.failed, self.lifted = 0, "", False
+
+    def __call__(self, name: str, when: str, args: Any) -> None:
+        if when == "after" or self.lifted or args[1:] == (fcntl.LOCK_UN,):
+            return  # letting go of a lock cannot fail
+        self.seen += 1
+        if self.seen == self.number or self.sticky and self.seen > self.number > 0:
+            self.failed = f"{name}{args[:1]}"
+            # Windows may refuse a rename for a while, so that one is tried again.
+            code = errno.EIO if name == "replace" else self.code
+            raise OSError(code, os.strerror(code))
+
+
+class FailureTests(CrashCase):
+    """What the disk refuses is reported, and nothing is acknowledged falsely."""
+
+    def run_into(
+        self, script: str, hook: Failing, watch: frozenset[str]
+    ) -> tuple[World, str, int]:
+        """Run a script into a hook; return the call that raised, and when."""
+        before, _, after = script.rpartition("|")
+        world = World().run(f"{before} |")
+        world.disk.watch, world.disk.hook = watch, hook
+        for statement in after.split(";"):
+            start = len(world.disk.log)
+            try:
+                world.call(statement.strip())
+            except tq.QueueError:
+                return world, statement.strip(), start
+            if hook.failed and hook.sticky:
+                return world, statement.split()[0], start
+        return world, after.split(";")[-1].split()[0], len(world.disk.log)
+
+    share = 1  # one of how many failures is tried
+
+    def tries(
+        self, scripts: dict[str, str], watch: Iterable[str], codes: Iterable[int]
+    ) -> Iterator[tuple[str, World, Failing, str, int]]:
+        """Fail each call of each script, once and for ever."""
+        codes, calls = itertools.cycle(codes), frozenset(watch)
+        for name, script in scripts.items():
+            count = Failing(0, 0)
+            self.run_into(script, count, calls)
+            for number in range(1, count.seen + 1):
+                for sticky in (False, True):
+                    if not DEEP and self.rng.random() * self.share > 1:
+                        continue
+                    hook = Failing(number, next(codes), sticky)
+                    what = f"{name}: call {number} fails with {hook.code}, {sticky=}"
+                    world, raised, start = self.run_into(script, hook, calls)
+                    what = f"{what}: {hook.failed} in {raised!r}"
+                    self.count("failures")
+                    yield what, world, hook, raised, start
+
+    def go_on(self, world: World, hook: Failing, raised: str) -> None:
+        """The same process, and then a new one, work as if nothing had been."""
+        name = raised.split()[0]
+        if hook.sticky and " " in raised and "sync" in hook.failed:
+            with contextlib.suppress(tq.QueueError):
+                world.call(f"{name} stats")
+        hook.lifted = True
+        if raised.split()[1:2] == ["put_id"]:
+            world.call(raised)
+        if name not in world.actors or world.actors[name].queue._engine._closed:
+            # Whoever closes or dies before he could repair the files leaves a hole.
+            name = "y" if hook.sticky else "Y"
+        world.run(f"{name} put z8; {name} get; {name} done_all")
+        world.run("z put z9" if name == "y" else "Z put z9")
+
+    def examine(
+        self, what: str, world: World, hook: Failing, raised: str, start: int
+    ) -> None:
+        try:
+            self.go_on(world, hook, raised)
+        except (AssertionError, tq.QueueError) as exc:
+            raise AssertionError(f"{what}: {exc!r} {world.disk.tree()}") from exc
+        end = len(world.disk.log)
+        self.check(world.disk.at(end), world.history, what)
+        moments = range(start, end + 1) if DEEP else [self.rng.randint(start, end), end]
+        limit = 60 if DEEP else 6 // self.share
+        for label, disk in world.disk.power_states(
+            self.rng, limit, at=sorted(moments), level=world.history.level
+        ):
+            self.check(disk, world.history, f"{what}: {label}", power=True)
+        for actor in world.actors.values():
+            actor.close()
+            if actor.process.handles:
+                gc.collect()  # of exceptions and their frames
+            self.assertFalse(actor.process.handles, f"{what}: descriptors left open")
+        temp = [name for name in world.disk.tree() if name.endswith(".tmp")]
+        self.assertFalse(temp, what)
+
+    def enumerate(
+        self,
+        scripts: dict[str, str],
+        watch: Iterable[str],
+        codes: Iterable[int],
+        **sizes: int,
+    ) -> None:
+        for name, script in scripts.items():
+            with self.subTest(name), small(**sizes):
+                for case in self.tries({name: script}, watch, codes):
+                    self.examine(*case)
+
+
+class FailingSyncTests(FailureTests):
+    """After a failed sync nothing counts as durable until all is copied."""
+
+    SYNCS = ("fsync", "fdatasync")
+
+    def test_every_sync(self) -> None:
+        """Each fails once and for ever; later acknowledgements are true."""
+        self.enumerate({**SCRIPTS, **MIXED}, self.SYNCS, [errno.EIO, errno.ENOSPC])
+
+    def test_unasked_compaction(self) -> None:
+        """So too those of a compaction that nobody asked for."""
+        self.enumerate(AUTO, self.SYNCS, [errno.EIO], _MIB=500)
+
+    def test_asked_syncs_raise(self) -> None:
+        """A put, settle or asked compaction whose sync fails does not return."""
+        for script in (
+            "| A put_id p1 x",
+            "A put p1; A get | A done p1",
+            "A put p1; A get | A fail p1",
+            "A put p1; A get| A bury p1",
+            "A put_many p1 p2; A get; A done p1 | A compact",
+            "a put_id p1 x | A exists p1 x",
+        ):
+            for case in self.tries({script: script}, self.SYNCS, [errno.EIO]):
+                self.assertIn(" ", case[3], case[0])
+
+    def interfere(self, fails: int, script: str) -> None:
+        """Let a put of A fail its first syncs, and then run the script."""
+        world = World().run("A put p0; B stats |")
+        world.disk.watch = frozenset(self.SYNCS)
+        world.disk.hook = hook = Failing(1, errno.EIO, sticky=True)
+        for call in ["A put_id p1 x", *["A stats"] * fails]:
+            with self.assertRaises(tq.QueueError):
+                world.call(call)
+            if fails:  # only the directory's now, so that the repair is half done
+                world.disk.watch = frozenset({"fsync"})
+        hook.lifted = True
+        world.run(script)
+        end = len(world.disk.log)
+        self.check(world.disk.at(end), world.history, script)
+        for _, disk in world.disk.power_states(self.rng, 50):
+            self.check(disk, world.history, script, power=True)
+
+    def test_settled_by_another_before_the_repair(self) -> None:
+        """A success of another process is not taken back by the repair."""
+        self.interfere(0, "B get 2; B done_all; B put_id p2 x; A put z8")
+
+    def test_same_id_while_the_repair_is_half_done(self) -> None:
+        """The repair drops the failed records, not others of that id."""
+        self.interfere(1, "B put_id p2 x; A put z8")
+        self.interfere(2, "B put_id p2 x; A put z8")
+
+    def test_threads_that_wait_for_one_sync(self) -> None:
+        """When it fails, all of them raise, and nothing of theirs is kept."""
+        world = World().run("A put p0 |")
+        actor, go = world.actor("A"), threading.Event()
+        outcomes: list[str] = []
+
+        def hook(name: str, when: str, args: Any) -> None:
+            if name == "fdatasync" and when == "before":
+                go.wait(5)
+                raise OSError(errno.EIO, "no")
+
+        def put(key: str) -> None:
+            try:
+                actor.queue.put(payload_of(key))
+                outcomes.append("returned")
+            except tq.QueueError:
+                outcomes.append("raised")
+
+        # One leads and hangs in the sync; two more write meanwhile and wait.
+        world.disk.hook = hook
+        actor.do(self.in_threads, world.disk, put, go)
+        self.assertEqual(outcomes, ["raised"] * 3)
+        world.disk.hook = None
+        world.run("A put p9")
+        for _, disk in world.disk.power_states(self.rng, 50):
+            self.check(disk, world.history, "threads", power=True)
+
+    def in_threads(self, disk: Disk, put: Any, go: threading.Event) -> None:
+        threads = [threading.Thread(target=put, args=(f"p{n}",)) for n in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(5000):
+            if len([op for op in disk.log if op[0] == "write"]) == 3:
+                break
+            threads[0].join(0.001)
+        go.set()
+        for thread in threads:
+            thread.join(5)
+
+
+class FailingCallTests(FailureTests):
+    """Any call may fail: QueueError, nothing lost, nothing leaked, works again."""
+
+    share = 5
+    CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR)
+
+    def test_every_call(self) -> None:
+        """Each system call of each script, once and for ever."""
+        self.enumerate({**SCRIPTS, **MIXED}, EVERY_CALL - {"close"}, self.CODES)
+
+    def test_unasked_compaction(self) -> None:
+        """So too those of a compaction that nobody asked for."""
+        self.enumerate(AUTO, EVERY_CALL - {"close"}, self.CODES, _MIB=500)
+
+    def test_every_short_write(self) -> None:
+        """A put that fits in part is cut back whole."""
+        for script in ("A put p0 | A put_id p1 x", "A put p0 | A put_many p1 p2"):
+            for size in range(0, 2000, 1 if DEEP else 3):
+                world, raised, start = self.fail_short(script, size)
+                if raised == "A":
+                    break
+                self.count("short writes")
+                what = f"{script}: {size} bytes fit"
+                tree = world.disk.tree()
+                self.assertEqual(tree["/q/default.pending.jsonl"].count(b"\n"), 1, what)
+                self.assertTrue(tree["/q/default.pending.jsonl"].endswith(b"\n"), what)
+                self.examine(what, world, Failing(0, 0), raised, start)
+            self.assertIn(size, range(100, 1000))
+
+    def fail_short(self, script: str, size: int) -> tuple[World, str, int]:
+        """Run the last call of a script with room for so many bytes only."""
+        before, _, after = script.rpartition("|")
+        world = World().run(f"{before} |")
+        used = sum(map(len, world.disk.tree().values()))
+        world.disk.capacity, raised = used + size, "A"
+        try:
+            world.call(after.strip())
+        except tq.QueueError:
+            raised = after.strip()
+        world.disk.capacity = None
+        return world, raised, 0
+
+
+# What is wrong with it, in which function, what there is replaced, and by what.
+MUTANTS: list[tuple[str, str, str, str]] = [
+    ("what is acknowledged is not synced", "_sync_inode", "_sync(inode.file.fd)", ""),
+    ("nor its file's name", "_sync_inode", "self.sync_directory()", "pass"),
+    ("all names are durable", "__init__", "self.named = False", "self.named = True"),
+    ("new content is not synced", "rewrite", "_sync(file.fd)", "pass"),
+    ("no sync before compaction", "_compact", "store.make_durable()", ""),
+    ("nor before tombstones go", "_compact", "store.sync_directory()", "pass"),
+    ("tombstones go first", "_compact", "(0, 2, 1)", "(1, 0, 2)"),
+    ("parent's name is not synced", "sync_directory", "_sync_ancestors(self.path)", ""),
+    ("failed sync: no copy", "enter", "self.rescue()", "self.sick.clear()"),
+    ("failed sync: no void", "_all_but_void", "if line not in self._void", "if True"),
+    ("failed sync: names unsynced", "rescue", "self.sync_directory()", ""),
+    ("failed sync: forgotten", "_sync_inode", "self.sick.append(inode)", ""),
+    ("failed sync: not told", "_sync_inode", "inode.failed = True", "pass"),
+    ("failed directory sync: forgotten", "sync_directory", "self.sick.extend", "list"),
+    ("no cut-back", "_cut_back", "os.ftruncate(", "bool, ("),
+    ("no cut of torn tails", "_decide_tail", "os.ftruncate(", "bool, ("),
+    (
+        "no newline for a sound tail",
+        "_decide_tail",
+        r'self.append(data, b"\n", spare=True)',
+        "pass",
+    ),
+    ("torn tails are not kept", "_decide_tail", "self._keep(", "bool("),
+    ("kept bytes are not synced", "_keep", "_sync(kept.inode.file.fd)", ""),
+    ("kept file's name is not synced", "_keep", "self.sync_directory()", ""),
+    (
+        "a write's lines are not counted",
+        "_is_complete",
+        "if not match or",
+        "if True or",
+    ),
+    ("pluses mean nothing", "_is_open", 'seal[1] == b"+"', "False"),
+    (
+        "no crc check of pending",
+        "_load_pending",
+        "== line[-10:]",
+        '!= b""',
+    ),
+    (
+        "no crc check of others",
+        "_load_line",
+        "crc32(line[: seal.start()])",
+        "int(seal[2], 16)",
+    ),
+    ("no crc check of odd ones", "_any_record", "crc32(body)", "int(seal[2], 16)"),
+    ("no token check", "_check_lease", "if token == job.token", "if True"),
+    (
+        "answers are not synced",
+        "_insert",
+        "ticket = store.ticket(store.files[_FILE_OF[entry & 7]], ())",
+        "ticket = None",
+    ),
+    ("leftovers stay", "enter", "_unlink(data.temp)", "pass"),
+    (
+        "temp files leak",
+        "rewrite",
+        "except BaseException:",
+        "except ZeroDivisionError:",
+    ),
+    ("a rev is used twice", "_append", "index.burn(changes)", "pass"),
+    ("replaced files go unseen", "_insert_blind", "index.discard()", "pass"),
+    ("half a change is kept", "_attempt", "index.dirty = True", "pass"),
+    ("no flock", "_flock", "_try_lock(fd)", "pass"),
+    ("another lock file will do", "acquire", "== self.ident", "!= None"),
+    ("symlinks are followed", "__init__", "flags | _OPEN_SAFELY", "flags"),
+    ("everybody lives", "holds", "kind != fcntl.F_UNLCK", "True"),
+    ("nobody lives", "holds", "kind != fcntl.F_UNLCK", "False"),
+    ("remembered bytes do not matter", "_read", "block.startswith(mark)", "True"),
+    (
+        "cut before it is kept",
+        "_decide_tail",
+        "self._keep(inode.read(good, size - good))",
+        "raw = inode.read(good, size - good); os.ftruncate(inode.file.fd, good);"
+        " self._keep(raw)",
+    ),
+    (
+        "replaced before it is synced",
+        "rewrite",
+        "if size:\n                _sync(file.fd)",
+        "os.replace(data.temp, data.path); _sync(file.fd);"
+        " os.replace(data.path, data.temp)",
+    ),
+]
+
+
+@unittest.skipUnless(os.environ.get("TQ_MUTANTS"), "set TQ_MUTANTS=1: takes minutes")
+class MutantTests(unittest.TestCase):
+    """Tests of the tests: each weakened copy of the module must fail some of them."""
+
+    def test_no_mutant_survives(self) -> None:
+        """Remove one sync, check or order at a time."""
+        global tq
+        logging.disable(logging.CRITICAL)
+        self.addCleanup(logging.disable, logging.NOTSET)
+        original, survivors = tq, []
+        with open(original.__file__, encoding="utf-8") as file:
+            source = file.read()
+        tests = [test for test in crash_suite() if not self.fails(test)]
+        for what, function, old, new in MUTANTS[PART]:
+            mutant = self.mutated(source, function, old, new)
+            if mutant is None:
+                survivors.append(f"{what}: cannot be made any more")
+                continue
+            tq = mutant
+            try:
+                killer = next(filter(self.fails, tests), None)
+            finally:
+                tq = original
+            print(f"{what}: {killer and killer.id()}", file=sys.stderr, flush=True)
+            survivors += [what] * (killer is None)
+        self.assertFalse(survivors)
+
+    def mutated(self, source: str, function: str, old: str, new: str) -> Any:
+        """Return a module in which one function is changed once."""
+        for place in re.finditer(rf"^( *)def {function}\(", source, re.M):
+            rest = source[place.start() :]
+            end = re.search(rf"\n(?={place[1]}(?:def|class|#|@)|\S)", rest)
+            text = rest[: end.start() if end else None]
+            if old in text:
+                changed = text.replace(old, new, 1)
+                return self.module(source.replace(text, changed, 1))
+        return None
+
+    def module(self, source: str) -> Any:
+        module = types.ModuleType("tiny_queue")
+        sys.modules["mutant"] = module
+        module.__dict__["__name__"] = "mutant"
+        exec(compile(source, "mutant", "exec"), module.__dict__)
+        return module
+
+    def fails(self, test: unittest.TestCase) -> bool:
+        result = unittest.TestResult()
+        result.failfast = True
+        CrashCase.rng.seed(SEED)
+        test.__class__(test._testMethodName).run(result)
+        return not result.wasSuccessful()
+
+
+def crash_suite() -> Iterator[unittest.TestCase]:
+    load = unittest.defaultTestLoader.loadTestsFromTestCase
+    for case in (
+        ProcessDeathTests,
+        PowerCutTests,
+        RandomScriptTests,
+        NewDirectoryTests,
+        FailingSyncTests,
+        FailingCallTests,
+        NestedCrashTests,
+        *(ForeignFilesTest, LockTest, HolderTest, ReplacedFilesTest, FullDiskTest),
+        *(FailedSyncTest, CompactionTest, TailTest, DamageTest, DescriptorsTest),
+        *(InterruptTest, WreckedFilesTest, InterleavingTest),
+    ):
+        yield from load(case)  # type: ignore[misc]
+
+
+# Interrupts, damage, interleavings, histories
+# =============================================================================
+
+
+JOBS = int(os.environ.get("TQ_JOBS", "0")) or min(4, os.cpu_count() or 1)
+EPOCH = 1.7e9  # when a simulated host starts
+LEASE = 300.0  # seconds
+
+
+class Forked:
+    """check(case) for some cases in a forked child; counts and failures."""
+
+    def __init__(self, check, cases):
+        self.fd, other = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                signal.alarm(1800 if DEEP else 300)  # a hang is a failure too
+                gc.disable()
+                with open(other, "wb") as pipe:
+                    pickle.dump(run_cases(check, cases), pipe)
+            finally:
+                os._exit(0)
+        os.close(other)
+
+    def result(self):
+        with open(self.fd, "rb") as pipe:
+            data = pipe.read()
+        os.waitpid(self.pid, 0)
+        if not data:
+            return {}, ["a child hung or died"]
+        return pickle.loads(data)
+
+
+def run_cases(check, cases):
+    """Sum up what check(case) counts; keep the first failures as text."""
+    counts, failures = collections.Counter(), []
+    for number, case in enumerate(cases):
+        try:
+            counts.update(check(case) or {})
+        except Exception:
+            text = traceback.format_exc(limit=-5)
+            failures.append(f"{repr(case)[:1500]}\n{text[-4000:]}")
+            if len(failures) >= 20:
+                break
+        if number % 200 == 199:
+            gc.collect()
+    return counts, failures
+
+
+def share_out(check, cases):
+    """Run check(case) for all cases in JOBS processes; return its counts summed."""
+    cases = list(cases)
+    if JOBS == 1:
+        results = [run_cases(check, cases)]
+    else:
+        children = [Forked(check, cases[i::JOBS]) for i in range(JOBS)]
+        results = [child.result() for child in children]
+    total, failures = collections.Counter(), []
+    for counts, failed in results:
+        total.update(counts)
+        failures += failed
+    if failures:
+        raise AssertionError(f"{len(failures)} failed:\n" + "\n".join(failures[:3]))
+    return total
+
+
+class FakeTime:
+    """The clocks of a simulated host: nobody sleeps."""
+
+    def __init__(self):
+        self.now, self.clock = EPOCH, 1000.0
+
+    def time(self):
+        return self.now
+
+    def monotonic(self):
+        return self.clock
+
+    def sleep(self, seconds):
+        self.advance(seconds)
+
+    def advance(self, seconds):
+        self.now += seconds
+        self.clock += seconds
+
+
+@functools.cache
+def code_of(module):
+    source = getattr(module, "SOURCE", None)
+    if source is None:
+        with open(module.__file__, encoding="utf-8") as file:
+            source = file.read()
+    return compile(source, module.__file__, "exec")
+
+
+def load_copy():
+    """Another instance of the module, such as another process has."""
+    copy = types.ModuleType("tiny_queue")
+    copy.__dict__["__file__"] = tq.__file__
+    with mock.patch.dict(sys.modules, {"tiny_queue": copy}):
+        with mock.patch.object(os, "register_at_fork", create=True):
+            exec(code_of(tq), copy.__dict__)
+    copy._BALLAST = 0  # 256 KiB for each simulated disk take too long
+    copy.origin = tq
+    return copy
+
+
+COPIES = []
+
+
+class Host:
+    """A simulated disk and clock; guests are its processes."""
+
+    def __init__(self, tree=None):
+        self.disk = Disk.from_tree(tree or {"/q/": b""})
+        self.clock = FakeTime()
+
+    def guest(self, **options):
+        return Guest(self, **options)
+
+    def tree(self):
+        return self.disk.tree()
+
+
+class Guest:
+    """A process on a simulated host: its own copy of the module, and a Queue."""
+
+    def __init__(self, host, *, clock=None, **options):
+        self.host, self.process = host, Process(host.disk)
+        while COPIES and COPIES[-1].origin is not tq:
+            COPIES.pop()  # of another version of the module
+        self.tq = COPIES.pop() if COPIES else load_copy()
+        self.tq.os, self.tq.fcntl = self.process.os, self.process.fcntl
+        self.tq.time = clock or host.clock
+        self.options = {"backoff": lambda n: 0.0, "lock_timeout": 0.02, **options}
+        self.queue = self.open()
+
+    def open(self):
+        return self.tq.Queue("/q", lease_timeout=LEASE, **self.options)
+
+    def kill(self):
+        self.process.kill()
+        self.queue = None
+        COPIES.append(self.tq)
+
+    def census(self):
+        """Every job: {id: (state, attempts, payload)}."""
+        found = {}
+        for job in self.queue.jobs():
+            assert job.id not in found, f"{job.id} is there twice"
+            found[job.id] = (job.state, job.attempts, job.payload)
+        return found
+
+
+@contextlib.contextmanager
+def fresh(host, **options):
+    """A new process on a host, killed at the end."""
+    guest = host.guest(**options)
+    try:
+        yield guest
+    finally:
+        guest.kill()
+
+
+class FaultCase(unittest.TestCase):
+    """Prints one closing line with what it enumerated."""
+
+    maxDiff = 2000
+
+    @classmethod
+    def setUpClass(cls):
+        cls.counts = collections.Counter()
+        cls.began = time.perf_counter()
+        logging.disable(logging.CRITICAL)
+        gc.collect()
+        gc.freeze()
+
+    @classmethod
+    def tearDownClass(cls):
+        logging.disable(logging.NOTSET)
+        gc.unfreeze()
+        said = ", ".join(f"{n:,} {what}" for what, n in cls.counts.items())
+        took = time.perf_counter() - cls.began
+        print(f"\n{cls.__name__}: {said} ({took:.1f} s)", file=sys.stderr)
+
+    def share(self, check, cases):
+        self.counts.update(share_out(check, cases))
+
+
+def path_of(state):
+    return f"/q/default.{state}.jsonl"
+
+
+PATHS = [path_of(state) for state in STATES]
+DAMAGED = "/q/default.damaged"
+
+
+# The lines, read as DESIGN says and not as the module does
+# -----------------------------------------------------------------------------
+
+SEAL = re.compile(rb',"crc":"(\+?)([0-9a-f]{8})"\}\Z')
+
+
+@functools.lru_cache(maxsize=100_000)
+def parse(line):
+    """The fields of a sound line (less its newline), {} of a blank, or None."""
+    line = line.removeprefix(b"\xef\xbb\xbf").strip(b" \t\r")
+    if not line:
+        return {}
+    seal = SEAL.search(line)
+    if seal and zlib.crc32(line[: seal.start()]) != int(seal[2], 16):
+        return None
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or ("crc" in fields and not seal):
+        return None
+    if not isinstance(fields.get("id"), str) or not fields["id"]:
+        return None
+    return fields if "done" in fields or "payload" in fields else None
+
+
+def is_open(line):
+    seal = SEAL.search(line)
+    return bool(seal and seal[1])
+
+
+def is_closed(line):
+    return not is_open(line) and parse(line) is not None
+
+
+def is_complete(before, last):
+    """Whether the lines that a closing line counts stand before it."""
+    fields = (SEAL.search(last) and parse(last)) or {}
+    missing = (fields.get("lines") or 1) - 1
+    for line in reversed(before):
+        if not missing:
+            break
+        if b"\0" in line or is_closed(line):
+            return False
+        missing -= 1
+    return not missing
+
+
+def settle_tail(data):
+    """The lines of a file as it is first seen, and those to be cut off."""
+    *lines, torn = data.split(b"\n")
+    if torn:
+        lines.append(torn)
+        whole = is_closed(torn) and is_complete(lines[:-1], torn)
+    else:
+        last = lines[-1] if lines else b""
+        whole = not is_open(last) and b"\0" not in last
+        whole = whole and is_complete(lines[:-1], last)
+    end = len(lines)
+    if not whole:
+        end -= 1
+        while end and not is_closed(lines[end - 1]):
+            end -= 1
+    return lines[:end], lines[end:]
+
+
+def reference(tree):
+    """What the files say: {id: (state, attempts, payload)}, and all bad lines."""
+    jobs, bad = read_files(*(tree.get(path, b"") for path in PATHS))
+    return dict(jobs), bad
+
+
+@functools.lru_cache(maxsize=4)
+def read_files(*files):
+    best, bad = {}, []
+    for rank, data in enumerate(files):
+        lines, cut = settle_tail(data)
+        bad += [line for line in cut if line]
+        for line in lines:
+            fields = parse(line)
+            if fields is None:
+                bad.append(line)
+            elif fields:
+                id, done = fields["id"], "done" in fields
+                order = (fields.get("rev", 1), 3 if done else rank)
+                if id not in best or order > best[id][0]:
+                    best[id] = order, fields
+    jobs = {
+        id: (STATES[rank], fields.get("attempts", 0), fields["payload"])
+        for id, ((_, rank), fields) in best.items()
+        if rank < 3
+    }
+    return jobs, bad
+
+
+def build_tree(snapshots=None, tail=("b1", "b2")):
+    """Files with every kind of line; snapshots gets the trees on the way."""
+    host = Host()
+    guest = host.guest()
+    queue = guest.queue
+    note = (lambda: snapshots.append(host.tree())) if snapshots is not None else int
+    for id in ("rt", "de", "in", "ex"):
+        queue.put({"k": id}, id=id, max_retries=0 if id == "de" else None)
+    note()
+    rt, de, _, ex = queue.get_many(4)
+    queue.task_done(rt, False, "e")
+    note()
+    queue.task_done(de, False, "e")
+    queue.extend(ex)
+    queue.put_many([{"k": "m1"}, {"k": "m2"}], ids=["m1", "m2"])
+    note()
+    queue.cancel("m1")
+    queue.put({"k": "late"}, id="late", delay=1000, priority=3)
+    if tail:
+        queue.put_many([{"k": id} for id in tail], ids=tail)
+    guest.kill()
+    return host.tree()
+
+
+# First operations on files as they were found.  Each returns the ids it changed.
+
+
+def first_look(queue):
+    return set()
+
+
+def first_stats(queue):
+    queue.stats()
+    return set()
+
+
+def first_put(queue):
+    return {queue.put({"k": "new"}).id}
+
+
+def first_put_id(queue):
+    return {queue.put({"k": "new"}, id="new-one").id}
+
+
+def first_get(queue):
+    job = queue.get()
+    if job:
+        queue.task_done(job)
+    return {job.id} if job else set()
+
+
+def first_compact(queue):
+    queue.compact()
+    return set()
+
+
+OPENERS = [first_look, first_stats, first_put, first_put_id, first_get, first_compact]
+
+
+@functools.lru_cache(maxsize=1000)
+def reopened(*data):
+    """What a new process finds in sound files, of which it changes nothing."""
+    tree = {"/q/default.lock": b"", **dict(zip(PATHS, data))}
+    host = Host(tree)
+    with fresh(host) as guest:
+        census = guest.census()
+    assert host.tree() == tree
+    return census
+
+
+def check_tree(tree, first):
+    """Open, use, reopen: what the files say is there, and damage is kept."""
+    want, bad = reference(tree)
+    host = Host(tree)
+    with fresh(host) as guest:
+        touched = first(guest.queue)
+        seen = guest.census()
+        stats = guest.queue.stats()
+    for id in touched:
+        want.pop(id, None)
+        assert id not in seen or seen.pop(id)[2] == {"k": "new"}, id
+    assert seen.keys() == want.keys(), (sorted(seen), sorted(want))
+    for id, job in want.items():
+        if first is not first_get or job[0] != "inflight":  # its holder is dead
+            assert seen[id] == job, (id, seen[id], job)
+    again = reopened(*(host.tree().get(path, b"") for path in PATHS))
+    again = {id: job for id, job in again.items() if id not in touched}
+    assert again == seen, (again, seen)
+    kept = host.tree().get(DAMAGED, b"")
+    lines = kept.count(b"\n") + (kept[-1:] not in (b"", b"\n"))
+    assert stats.damaged == lines >= len(bad), (stats.damaged, bad)
+    for line in bad:
+        assert line in kept, line
+    assert kept.startswith(tree.get(DAMAGED, b""))
+    return {}
+
+
+# Row 8: an exception at any line
+# -----------------------------------------------------------------------------
+
+
+class Interrupter:
+    """Raises an exception at the n-th line that the module's code executes."""
+
+    def __init__(self, filename, at, error):
+        self.filename, self.left, self.error = filename, at, error
+        self.where = None
+
+    def __call__(self, frame, event, arg):
+        return self.line if frame.f_code.co_filename == self.filename else None
+
+    def line(self, frame, event, arg):
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                raise self.error
+        return self.line
+
+    def run(self, call, *args):
+        """Call; return whether it came to an end before its n-th line."""
+        # In a generator, as CPython does not unwind the exception being handled
+        # when a trace function raises on the last line of an except clause.
+        alone = (call(*args) for _ in range(1))
+        old = sys.gettrace()
+        sys.settrace(self)
+        try:
+            next(alone)
+        except type(self.error):
+            return False
+        finally:
+            sys.settrace(old)
+        return True
+
+
+# Each operation gets a queue and the jobs a, b leased from it; pending are
+# c, d and e (delayed), dead are y and z.
+INTERRUPTED = {
+    "put": lambda q, a, b: q.put({"k": "new"}),
+    "put with id": lambda q, a, b: q.put({"k": "new"}, id="new"),
+    "put_many": lambda q, a, b: q.put_many([{"k": "n1"}, {"k": "n2"}]),
+    "get": lambda q, a, b: q.get(),
+    "done": lambda q, a, b: q.task_done(a),
+    "retry": lambda q, a, b: q.task_done(a, False, "e"),
+    "dead": lambda q, a, b: q.bury(a, "e"),
+    "extend": lambda q, a, b: q.extend(a),
+    "release": lambda q, a, b: q.release(a),
+    "cancel": lambda q, a, b: q.cancel("a"),
+    "requeue": lambda q, a, b: q.requeue_dead(),
+    "compact": lambda q, a, b: q.compact(),
+    "close": lambda q, a, b: q.close(),
+    "reap": lambda q, a, b: q.reap_stale(0),
+    "stats": lambda q, a, b: q.stats(),
+}
+if not DEEP:  # these have their lines in common with others
+    del INTERRUPTED["release"], INTERRUPTED["stats"]
+SINGLY = ("requeue", "reap")  # many single changes, which may happen in part
+FIRST_CALLS = ("put", "put with id", "get")  # on a queue not yet read
+
+
+def interrupted_tree():
+    host = Host()
+    with fresh(host) as guest:
+        for id in "zyabcd":
+            guest.queue.put({"k": id}, id=id)
+        for job in guest.queue.get_many(2):
+            guest.queue.bury(job, "e")
+        guest.queue.put({"k": "e"}, id="e", delay=1000)
+    return host.tree()
+
+
+class Interruption:
+    """One operation on a fresh host, interrupted at its n-th line."""
+
+    def __init__(self, tree, name, at, error, cold):
+        self.host, self.name, self.cold = Host(tree), name, cold
+        self.guest = self.host.guest()
+        queue = self.guest.queue
+        self.jobs = [None, None] if cold else queue.get_many(2)
+        self.trace = Interrupter(self.guest.tq.__file__, at, error)
+        self.ended = self.trace.run(INTERRUPTED[name], queue, *self.jobs)
+        error.__traceback__ = None
+
+    @staticmethod
+    def states(guest):
+        jobs = guest.census().values()
+        return sorted((job[2]["k"], job[0], job[1]) for job in jobs)
+
+    def check(self, allowed):
+        """The locks are free, all views agree, nothing is half done or leaks."""
+        guest = self.guest
+        if self.name == "close":
+            guest.queue.close()
+            guest.queue = guest.open()
+        self.allow(self.states(guest), allowed)
+        other = guest.open()
+        probes = [guest.queue.put({"k": "p1"}), other.put({"k": "p2"}, id="p2")]
+        live = guest.census()
+        with fresh(self.host) as later:
+            assert later.census() == live, "another process sees another queue"
+        for probe in probes:
+            assert live[probe.id][2] == probe.payload
+        assert not [path for path in self.host.tree() if path.endswith(".tmp")]
+        self.close(other)
+
+    def allow(self, live, allowed):
+        if self.name in SINGLY:
+            singles = {job for jobs in allowed for job in jobs}
+            assert set(live) <= singles and len(live) == len(allowed[0]), live
+        else:
+            assert live in allowed, (live, allowed)
+
+    def close(self, other):
+        guest = self.guest
+        other.close()
+        guest.queue.close()
+        del other
+        self.jobs = guest.queue = self.trace = None
+        if guest.process.handles:
+            gc.collect()
+        assert not guest.process.handles, [
+            handle.path for handle in guest.process.handles.values()
+        ]
+        guest.kill()
+
+
+class InterruptTest(FaultCase):
+    """Ctrl-C and MemoryError at every line of every operation."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.tree = interrupted_tree()
+        cls.swallowed = []  # interrupted finalizers: Python ignores those
+        hook, sys.unraisablehook = sys.unraisablehook, cls.swallow
+        cls.addClassCleanup(setattr, sys, "unraisablehook", hook)
+
+    @classmethod
+    def swallow(cls, args):
+        cls.swallowed.append(args.exc_type)
+
+    def lines_of(self, name, cold):
+        """How many lines an operation has, and the states before and after it."""
+        run = Interruption(self.tree, name, -1, KeyboardInterrupt(), cold)
+        lines = -1 - run.trace.left
+        if name == "close":
+            run.guest.queue = run.guest.open()
+        after = run.states(run.guest)
+        run.guest.kill()
+        with fresh(Host(self.tree)) as guest:
+            if not cold:
+                guest.queue.get_many(2)
+            return lines, [run.states(guest), after]
+
+    def cases(self):
+        self.allowed = {}
+        errors = [KeyboardInterrupt, MemoryError]
+        for name, cold in [(name, False) for name in INTERRUPTED] + [
+            (name, True) for name in FIRST_CALLS
+        ]:
+            lines, self.allowed[name, cold] = self.lines_of(name, cold)
+            for at in range(1, lines + 1):
+                for error in errors if DEEP else errors[at % 4 == 0 :][:1]:
+                    yield name, cold, at, error
+
+    def check(self, case):
+        name, cold, at, error = case
+        self.swallowed.clear()
+        run = Interruption(self.tree, name, at, error(), cold)
+        if self.swallowed:
+            run.guest.kill()
+            return {"ignored in a finalizer": 1}
+        where = run.trace.where
+        try:
+            run.check(self.allowed[name, cold])
+        except Exception as exc:
+            raise AssertionError(f"interrupted in {where}: {exc!r}") from exc
+        return {"interrupted lines": 1}
+
+    def test_an_exception_at_any_line_leaves_a_working_queue(self):
+        """Whatever line it hits: the locks are free, the index is right, nothing
+        is lost, half done or leaked."""
+        self.counts["operations"] = len(INTERRUPTED) + len(FIRST_CALLS)
+        self.share(self.check, self.cases())
+
+
+# Row 9: every bit flipped
+# -----------------------------------------------------------------------------
+
+
+class BitFlipTest(FaultCase):
+    def flips(self):
+        trees = [build_tree()]
+        if DEEP:
+            trees.append({**build_tree(tail=()), DAMAGED: b"junk\nmore \0junk\n"})
+        turn = 0
+        for self.tree in trees:
+            for path in sorted(self.tree):
+                for place, bit in itertools.product(
+                    range(len(self.tree[path])), range(8)
+                ):
+                    for _ in range(2 if DEEP else 1):
+                        yield self.tree, path, place, bit, OPENERS[turn % len(OPENERS)]
+                        turn += 1
+                    turn += DEEP
+
+    def check(self, case):
+        tree, path, place, bit, first = case
+        data = bytearray(tree[path])
+        data[place] ^= 1 << bit
+        flipped = {**tree, path: bytes(data)}
+        check_tree(flipped, first)
+        seen, sound = reference(flipped)[0], reference(tree)[0]
+        lost = {id for id in sound if seen.get(id) != sound[id]}
+        assert len(lost) <= self.price(tree[path], place, data[place]), lost
+        return {"flips": 1, "flips that a job paid for": bool(lost)}
+
+    def price(self, data, place, now):
+        """How many jobs a flip may cost: one, two where it joins two lines, and
+        its write's where it makes the last line torn or a hole."""
+        in_last = data.count(b"\n", place) <= 1
+        in_batch = b'"lines":' in data[place:] or in_last
+        if in_batch and (in_last or now == 0):
+            return 2
+        return 2 if data[place : place + 1] == b"\n" else 1
+
+    def test_any_flipped_bit_costs_at_most_its_line(self):
+        """One flipped bit: the queue opens twice alike, invents and alters
+        nothing, loses at most its line's job, and keeps the damaged bytes."""
+        self.share(self.check, self.flips())
+
+
+# Row 10: junk, truncation, files missing, stale, swapped
+# -----------------------------------------------------------------------------
+
+JUNK = {
+    "a NUL": b"\0",
+    "a page of NULs": b"\0" * 512,
+    "NULs and a newline": b"\0" * 90 + b"\n",
+    "garbage": bytes(range(128, 256)),
+    "a line of garbage": bytes(range(128, 256)) + b"\n",
+    "half a record": b'{"id":"half","rev":1,"att',
+    "half a record ended": b'{"id":"half","rev":1,"att\n',
+    "a blank line": b" \r\n",
+    "a newline": b"\n",
+    "other JSON": b'[1,2]\n"x"\nnull\n{}\n',
+    "a foreign line": b'{"id":"foreign","payload":{"k":"foreign"}}\n',
+    "a foreign line unended": b'{"id":"foreign","payload":{"k":"foreign"}}',
+    "a foreign copy": b'{"id":"m2","payload":{"k":"m2"}}\n',
+    "a byte order mark": b"\xef\xbb\xbf",
+    "UTF-16": '{"id":"u","payload":1}\n'.encode("utf-16"),
+}
+
+
+def boundaries(data):
+    return [0, *(match.end() for match in re.finditer(b"\n", data))]
+
+
+class WreckedFilesTest(FaultCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.snapshots = []
+        cls.tree = build_tree(cls.snapshots)
+        cls.rng = random.Random(SEED)
+        cls.turn = itertools.count()
+
+    def wreck(self, what, trees):
+        """Check each tree, with the first operations in turn (all, if deep)."""
+        trees = list(trees)
+        every = DEEP and len(trees) < 10_000
+        cases = [
+            (tree, first)
+            for tree in trees
+            for first in (
+                OPENERS if every else [OPENERS[next(self.turn) % len(OPENERS)]]
+            )
+        ]
+        self.share(lambda case: {what: 1, **check_tree(*case)}, cases)
+
+    def test_junk_at_every_record_boundary(self):
+        """NULs, garbage, half and foreign lines between records cost no more
+        than the line that they are glued to."""
+        self.wreck("insertions", (
+            {**self.tree, path: data[:at] + junk + data[at:]}
+            for path, data in self.tree.items()
+            if path in PATHS
+            for at in boundaries(data)
+            for junk in JUNK.values()
+        ))  # fmt: skip
+
+    def test_each_record_overwritten(self):
+        """A record turned to NULs or garbage costs that record."""
+        self.wreck("overwritten records", (
+            {**self.tree, path: data[:start] + byte * (end - start) + data[end:]}
+            for path, data in self.tree.items()
+            if path in PATHS
+            for start, end in itertools.combinations(boundaries(data), 2)
+            for byte in (b"\0", b"\xa5", b"}")
+        ))  # fmt: skip
+
+    def test_each_file_truncated_at_every_byte(self):
+        """A file may end anywhere: what is whole in it counts."""
+        self.wreck("truncations", (
+            {**self.tree, path: data[:size]}
+            for path, data in self.tree.items()
+            for size in range(len(data))
+        ))  # fmt: skip
+
+    def test_two_files_truncated(self):
+        """Two files may end anywhere, each for itself."""
+        pairs = []
+        for _ in range(20_000 if DEEP else 2500):
+            one, two = self.rng.sample(PATHS, 2)
+            tree = dict(self.tree)
+            for path in (one, two):
+                tree[path] = tree[path][: self.rng.randrange(len(tree[path]))]
+            pairs.append(tree)
+        self.wreck("pairs of truncations", pairs)
+
+    def test_files_missing_or_stale(self):
+        """Any file may be gone or an older copy, together with any other."""
+        versions = [{}, *self.snapshots, self.tree]
+        trees = []
+        for chosen in itertools.product(versions, repeat=len(PATHS)):
+            for lock in (True, False):
+                tree = {p: old[p] for p, old in zip(PATHS, chosen) if p in old}
+                tree["/q/" if lock else "/q/default.lock"] = b""
+                trees.append(tree)
+        self.wreck("missing or stale sets", trees)
+
+    def test_files_swapped(self):
+        """Files under each other's names still hold their records."""
+        everything = [*self.tree.values(), b"x" * 300]
+        trees = [
+            {"/q/default.lock": b"", **dict(zip(PATHS, contents))}
+            for contents in itertools.permutations(everything, len(PATHS))
+        ]
+        self.wreck("permutations", trees)
+
+    def test_directories_in_the_files_places(self):
+        """A directory where a file should be is a clear error, without harm."""
+        for path in [*PATHS, "/q/default.lock"]:
+            tree = {p: data for p, data in self.tree.items() if p != path}
+            host = Host({**tree, path + "/": b""})
+            with fresh(host) as guest:
+                for call in (guest.queue.stats, guest.queue.get, guest.queue.compact):
+                    with self.assertRaisesRegex(guest.tq.QueueError, path):
+                        call()
+            kept = {p: data for p, data in host.tree().items() if p in PATHS}
+            self.assertEqual(kept, {p: tree[p] for p in PATHS if p in tree})
+            self.counts["directories"] += 1
+
+
+# Row 11: interleavings
+# -----------------------------------------------------------------------------
+
+FOREVER = 1 << 30
+POINTS = EVERY_CALL - {"close"}
+
+
+class Event:
+    """One call of a player: which jobs it was about, and when it ran."""
+
+    def __init__(self, player, verb, keys, start):
+        self.player, self.verb, self.keys, self.start = player, verb, keys, start
+        self.end, self.ok, self.job = FOREVER, False, None
+
+
+class Player:
+    """A process with a script, in a thread that runs when it has the baton."""
+
+    def __init__(self, stage, script):
+        self.stage, self.script, self.held = stage, script, []
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.over = self.killed = self.closed = False
+        clock = stage.host.clock
+        own = types.SimpleNamespace(
+            time=clock.time,
+            monotonic=clock.monotonic,
+            sleep=lambda seconds: stage.wait(self, seconds),
+        )
+        self.guest = stage.host.guest(clock=own)
+        self.guest.queue._engine._lock.timeout = 5.0
+        self.guest.process.hook = functools.partial(stage.hook, self)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self):
+        self.baton.acquire()
+        try:
+            for step in self.script:
+                self.step(*step.split())
+        except Died:
+            self.killed = True
+        except BaseException:
+            self.stage.errors.append(traceback.format_exc(limit=-3))
+        finally:
+            self.stage.finish(self)
+
+    def step(self, verb, *keys):
+        if verb in ("done", "fail", "release", "bury", "extend"):
+            if not self.held:
+                return
+            job = self.held[0] if verb == "extend" else self.held.pop(0)
+            keys = (job.payload["k"],)
+            event = self.stage.note(self, verb, keys)
+            event.job = job
+            self.attempt(event, getattr(self, verb), job)
+        else:
+            event = self.stage.note(self, verb, keys)
+            self.attempt(event, getattr(self, verb), *keys)
+
+    def attempt(self, event, call, *args):
+        module = self.guest.tq
+        try:
+            event.job = call(*args) or event.job
+            event.ok = True
+        except (module.DuplicateJobError, module.LeaseLostError) as exc:
+            event.ok = exc
+        event.end = self.stage.tick()
+        if event.verb == "get" and event.job:
+            self.held.append(event.job)
+            self.stage.delivered(event)
+
+    def put(self, key):
+        self.guest.queue.put({"k": key})
+
+    def put_id(self, key):
+        self.guest.queue.put({"k": key}, id=key)
+
+    def exist(self, key):
+        self.guest.queue.put({"k": key}, id=key, exist_ok=True)
+
+    def many(self, *keys):
+        self.guest.queue.put_many([{"k": key} for key in keys])
+
+    def get(self):
+        return self.guest.queue.get()
+
+    def done(self, job):
+        self.guest.queue.task_done(job)
+
+    def fail(self, job):
+        self.guest.queue.task_done(job, False, "e")
+
+    def release(self, job):
+        self.guest.queue.release(job)
+
+    def bury(self, job):
+        self.guest.queue.bury(job, "e")
+
+    def extend(self, job):
+        self.guest.queue.extend(job)
+
+    def cancel(self, key):
+        self.guest.queue.cancel(key)
+
+    def requeue(self):
+        self.guest.queue.requeue_dead()
+
+    def reap(self):
+        self.guest.queue.reap_stale()
+
+    def reap0(self):
+        self.guest.queue.reap_stale(0)
+
+    def stats(self):
+        self.guest.queue.stats()
+
+    def compact(self):
+        self.guest.queue.compact()
+
+    def close(self):
+        self.closed = True
+        self.held.clear()
+        self.guest.queue.close()
+
+
+class Stage:
+    """Runs players by a plan of (player, calls, killed after them).
+
+    A player that waits for the lock lets its holder run up to the unlocking.
+    """
+
+    def __init__(self, tree, scripts, plan):
+        self.host = Host(tree)
+        self.host.disk.watch = POINTS
+        self.events, self.errors, self.leased = [], [], {}
+        self.ticks = itertools.count()
+        self.players = [Player(self, script.split(";")) for script in scripts]
+        self.calls = [0] * len(self.players)
+        self.plan = [(self.players[who], *rest) for who, *rest in plan]
+        self.running = self.waiter = self.holder = None
+        self.all_over = threading.Lock()
+        self.all_over.acquire()
+
+    def play(self):
+        for player in self.players:
+            player.thread.start()
+        self.next_segment()
+        self.give(self.owner)
+        if not self.all_over.acquire(timeout=60):
+            raise AssertionError("the players wait for each other")
+        for player in self.players:
+            player.thread.join()
+        return self
+
+    def next_segment(self):
+        while self.plan:
+            self.owner, self.left, self.kills = self.plan.pop(0)
+            if not self.owner.over:
+                return
+        self.left, self.kills = FOREVER, False
+        self.owner = next((p for p in self.players if not p.over), None)
+
+    def give(self, player):
+        self.running = player
+        player.baton.release()
+
+    def switch(self, me, player):
+        if player is not me:
+            self.give(player)
+            me.baton.acquire()
+
+    def hook(self, me, name, when, args):
+        if self.running is not me:
+            return  # the garbage collector, closing in the wrong thread
+        if when == "before":
+            while self.owner is me and not self.left:
+                if self.kills:
+                    raise Died("as planned")
+                self.next_segment()
+                self.switch(me, self.owner)
+            self.calls[self.players.index(me)] += 1
+            if self.owner is me:
+                self.left -= 1
+        elif name == "flock" and args[1] & fcntl.LOCK_UN:
+            self.holder = None
+            self.wake(me)
+        elif name == "flock":
+            self.holder = me
+
+    def wake(self, me):
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None:
+            self.switch(me, waiter)
+
+    def wait(self, me, seconds):
+        self.host.clock.advance(seconds)
+        if self.holder not in (None, me):
+            self.waiter = me
+            self.switch(me, self.holder)
+
+    def finish(self, me):
+        me.over = True
+        if self.holder is me:
+            self.holder = None
+        if me.killed or me.closed:
+            self.forget(me)
+        waiter, self.waiter = self.waiter, None
+        if waiter is None and self.owner.over:
+            self.next_segment()
+        after = waiter or self.owner
+        if after is None:
+            self.all_over.release()
+        else:
+            self.give(after)
+
+    # What happened
+
+    def tick(self):
+        return next(self.ticks)
+
+    def note(self, player, verb, keys):
+        event = Event(player, verb, keys, self.tick())
+        self.events.append(event)
+        if verb in ("done", "fail", "release", "bury", "cancel"):
+            self.leased.pop(keys[0], None)
+        elif verb == "reap0":
+            self.leased.clear()
+        elif verb == "close":
+            self.forget(player)
+        return event
+
+    def forget(self, player):
+        """Its leases end."""
+        self.leased = {k: p for k, p in self.leased.items() if p is not player}
+
+    def delivered(self, event):
+        event.keys = (key,) = (event.job.payload["k"],)
+        if key in self.leased and not self.harsh():
+            self.errors.append(f"{key} is leased to two live processes")
+        self.leased[key] = event.player
+
+    def harsh(self):
+        return any("reap0" in p.script or "cancel a" in p.script for p in self.players)
+
+
+class StormVerdict:
+    """Judges a stage by its events and what is left."""
+
+    def __init__(self, stage, before):
+        self.stage, self.events = stage, stage.events
+        assert not stage.errors, stage.errors
+        with fresh(stage.host) as guest:
+            census = list(guest.census().values())
+            self.left = collections.Counter(job[2]["k"] for job in census)
+            for player in stage.players:
+                if not player.killed and not player.closed:
+                    seen = player.guest.census()
+                    assert seen == guest.census(), "two processes see two queues"
+            self.conserved({*before, *(k for e in self.events for k in e.keys)})
+            self.fenced(guest)
+        self.taken_back()
+
+    def of(self, key, *verbs):
+        return [e for e in self.events if e.verb in verbs and key in e.keys]
+
+    def conserved(self, keys):
+        """P1 to P3: acknowledged puts are there once, unless removed."""
+        assert not self.left - collections.Counter(keys), f"more: {self.left}"
+        for key in keys:
+            puts = self.of(key, "put", "put_id", "exist", "many")
+            removals = self.of(key, "done", "cancel")
+            self.not_lost(key, puts, removals)
+            self.not_back(key, puts, removals)
+            dones = [e for e in self.of(key, "done") if e.ok is True]
+            times = sum(e.ok is True or e.end == FOREVER for e in puts)
+            assert len(dones) <= times + (key in self.stage.before), f"{key} twice"
+
+    def not_lost(self, key, puts, removals):
+        if self.left[key]:
+            return
+        acked = [e.start for e in puts if e.ok is True]
+        if key in self.stage.before:
+            acked.append(-1)
+        for start in acked:
+            gone = [e for e in removals if e.end > start and e.ok in (True, False)]
+            assert gone, f"{key} is lost"
+
+    def not_back(self, key, puts, removals):
+        if self.left[key]:
+            for event in removals:
+                if event.ok is True and event.verb == "done":
+                    again = [e for e in puts if e.end > event.start]
+                    assert again, f"{key} came back"
+
+    def fenced(self, guest):
+        """P4: tokens are unique, and a stale one changes nothing and raises."""
+        got = [e for e in self.events if e.verb == "get" and e.job]
+        tokens = [e.job.token for e in got]
+        assert len(set(tokens)) == len(tokens), "a token was given twice"
+        if not self.stage.harsh() and not any(p.killed for p in self.stage.players):
+            for event in self.events:
+                lost = isinstance(event.ok, event.player.guest.tq.LeaseLostError)
+                assert not lost, "a valid lease was lost"
+        module, before = guest.tq, guest.census()
+        current = {job.token for job in guest.queue.jobs("inflight")}
+        for event in got:
+            if event.job.token not in current:
+                try:
+                    guest.queue.task_done(module.Job(*event.job._values()))
+                except module.LeaseLostError:
+                    continue
+                raise AssertionError("a stale token settled")
+        assert guest.census() == before
+
+    def taken_back(self):
+        """What the dead and the closed had is deliverable at once; no more."""
+        with fresh(self.stage.host) as guest:
+            guest.queue.reap_stale()
+            left = {job.token for job in guest.queue.jobs("inflight")}
+            alive = [p for p in self.stage.players if not p.killed and not p.closed]
+            assert left <= {job.token for p in alive for job in p.held}, "not reaped"
+
+
+# What went before, and the scripts of two or three processes.
+PLAYS = [
+    ("", "put a", "put b"),
+    ("", "put_id a", "put_id a;get"),
+    ("put a", "get;done", "get;done"),
+    ("put a;put b", "get;fail;get;done", "get;done"),
+    ("put a", "get;extend;done", "reap;get;done"),
+    ("put a", "get;extend;done", "reap0;get;done"),
+    ("put a;put b;get", "get;done", "get;done;close"),
+    ("put a;put b;get;done", "compact", "put c;get;done"),
+    ("put a;put b;get;done", "compact;put c", "compact;get;done"),
+    ("put_id a", "get;done;put_id a", "put_id a;get;done"),
+    ("put_id a", "get;done", "cancel a;put_id a"),
+    ("put a", "get;bury;close", "requeue;get;done;close"),
+    ("", "many a b;get;done", "many c d;get;release;close"),
+    ("put a;get;done;put b", "stats;close", "put c;get;close"),
+    ("put_id a", "exist a", "get;done;put_id a"),
+    ("put a;put b", "get;done", "put c;compact", "get;fail;close"),
+    ("put_id a", "get;done", "put_id a;get", "compact;reap"),
+    ("put a;get", "reap", "get;done"),
+    ("put a;put b;get", "get;extend", "reap;close", "get;done"),
+]
+
+
+@functools.cache
+def opening(script):
+    """The disk that a play begins with, and the jobs alive on it."""
+    if not script:
+        return {"/q/": b""}, frozenset()
+    stage = Stage(None, [script], [(0, FOREVER, False)]).play()
+    stage.players[0].guest.kill()
+    with fresh(stage.host) as guest:
+        alive = frozenset(job[2]["k"] for job in guest.census().values())
+    return stage.host.tree(), alive
+
+
+def perform(number, plan):
+    """Play one schedule and judge it; returns the stage."""
+    first, *scripts = PLAYS[number]
+    tree, alive = opening(first)
+    stage = Stage(tree, scripts, plan)
+    stage.before = alive
+    try:
+        stage.play()
+        StormVerdict(stage, alive)
+    finally:
+        for player in stage.players:
+            player.guest.kill()
+    return stage
+
+
+class InterleavingTest(FaultCase):
+    def plans(self):
+        """All single preemptions and kills, then sampled double ones."""
+        rng, singles, doubles = random.Random(SEED), [], []
+        for number, (_, *scripts) in enumerate(PLAYS):
+            lengths = []
+            for who in range(len(scripts)):
+                lengths.append(perform(number, [(who, FOREVER, False)]).calls[who])
+            for who, other in itertools.permutations(range(len(scripts)), 2):
+                for at in range(lengths[who]):
+                    singles.append(
+                        (number, ((who, at, False), (other, FOREVER, False)))
+                    )
+                    singles.append((number, ((who, at, True), (other, FOREVER, False))))
+            for _ in range(98_000 // len(PLAYS) if DEEP else 40):
+                plan = []
+                for _ in range(rng.choice((2, 3))):
+                    who = rng.randrange(len(scripts))
+                    plan.append((who, rng.randrange(lengths[who]), rng.random() < 0.3))
+                doubles.append((number, tuple(plan)))
+        return singles + doubles
+
+    def check(self, case):
+        number, plan = case
+        stage = perform(number, plan)
+        kills = sum(player.killed for player in stage.players)
+        return {"schedules": 1, "kills": kills}
+
+    def test_every_preemption_and_every_kill(self):
+        """Whoever is interrupted or killed at whatever system call: no job is
+        lost, back or leased twice, and a stale token settles nothing."""
+        self.counts["scripts"] = len(PLAYS)
+        self.share(self.check, self.plans())
+
+
+# Row 17: random histories against a model
+# -----------------------------------------------------------------------------
+
+
+class ModelJob:
+    def __init__(self, id, payload, priority, run_at, retries, place):
+        self.id, self.payload, self.priority = id, payload, priority
+        self.run_at, self.retries, self.place = run_at, retries, place
+        self.state, self.attempts, self.lapses, self.error = "pending", 0, 0, None
+        self.token = self.holder = None
+
+    def view(self):
+        return (
+            self.id, self.state, self.attempts, self.priority, self.run_at,
+            self.payload, self.error,
+        )  # fmt: skip
+
+
+class Model:
+    """What a queue does, as README and DESIGN say: one dict, no files."""
+
+    def __init__(self, clock):
+        self.clock, self.jobs, self.dead_holders = clock, {}, set()
+        self.places = itertools.count()
+
+    def move(self, job, state, run_at=None, error=None):
+        job.state, job.place = state, next(self.places)
+        job.run_at = job.run_at if run_at is None else run_at
+        job.error = job.error if error is None else error
+
+    def later(self, delay):
+        return self.clock.now + delay if delay else 0.0
+
+    def put(self, id, payload, delay=0, priority=0, retries=3):
+        place = next(self.places)
+        job = ModelJob(id, payload, priority, self.later(delay), retries, place)
+        self.jobs[id] = job
+
+    def listed(self, state=None):
+        found = [job for job in self.jobs.values() if state in (None, job.state)]
+        return sorted(found, key=lambda job: (STATES.index(job.state), job.place))
+
+    def over(self, older):
+        return [
+            job
+            for job in self.listed("inflight")
+            if job.holder in self.dead_holders
+            or self.clock.clock - job.since >= min(job.length, older)
+        ]
+
+    def get(self, n, holder):
+        over = self.over(FOREVER)
+        first = [job for job in over if not job.lapses and job.attempts <= job.retries]
+        due = [job for job in self.listed("pending") if job.run_at <= self.clock.now]
+        queue = [(-job.priority, 0, job.place, job) for job in first]
+        queue += [(-job.priority, 1, job.place, job) for job in due]
+        taken = [item[3] for item in sorted(queue)[:n]]
+        for job in taken:
+            job.lapses += job.state == "inflight"
+            lapsed = mock.ANY if job.state == "inflight" else None
+            job.attempts, job.holder, job.token = job.attempts + 1, holder, object()
+            self.renew(job, LEASE)
+            self.move(job, "inflight", error=lapsed)
+        self.give_back([job for job in over if job not in first])
+        return taken
+
+    def renew(self, job, seconds):
+        job.since, job.length = self.clock.clock, seconds
+
+    def give_back(self, over):
+        for state in ("pending", "dead"):
+            for job in over:
+                spent = job.attempts > job.retries
+                if job.state == "inflight" and spent == (state == "dead"):
+                    delay = 10.0 * job.attempts if job.lapses else 0
+                    run_at = None if spent else self.later(delay)
+                    job.lapses += 1
+                    self.move(job, state, run_at, mock.ANY)
+        return len(over)
+
+    def fail(self, job, delay):
+        job.lapses = 0
+        if job.attempts > job.retries:
+            return self.move(job, "dead", error="e")
+        delay = 10.0 * job.attempts if delay is None else delay
+        return self.move(job, "pending", self.later(delay), "e")
+
+    def release(self, job, delay):
+        job.attempts -= 1
+        self.move(job, "pending", self.later(delay))
+
+    def requeue(self, jobs):
+        for job in jobs:
+            job.attempts = job.lapses = 0
+            self.move(job, "pending", 0.0)
+        return len(jobs)
+
+
+class Walk:
+    """One random history, on simulated processes and on the model."""
+
+    def __init__(self, seed):
+        self.rng, self.host = random.Random(seed), Host()
+        self.model, self.serial = Model(self.host.clock), itertools.count(1)
+        self.guests = [self.host.guest(**self.OPTIONS) for _ in range(2)]
+        self.holders = [next(self.serial), next(self.serial)]
+        self.leased = []  # (number of the guest, job, model job, its token)
+        self.done = []
+
+    OPTIONS = {"backoff": lambda attempt: 10.0 * attempt}
+    VERBS = (
+        "put put put_id put_id put_many get get get get_many settle settle settle"
+        " settle settle extend stale cancel requeue requeue_one reap purge find"
+        " compact reopen crash exist wait"
+    ).split()
+
+    def run(self, steps):
+        for number in range(steps):
+            self.who = self.rng.randrange(2)
+            self.queue = self.guests[self.who].queue
+            verb = self.rng.choice(self.VERBS)
+            self.done.append(verb)
+            try:
+                getattr(self, verb)()
+                self.compare(self.guests[self.rng.randrange(2)], number % 5 == 0)
+            except Exception as exc:
+                raise AssertionError(f"after {self.done[-12:]}: {exc!r}") from exc
+        for guest in self.guests:
+            self.compare(guest, True)
+            guest.kill()
+        with fresh(self.host) as guest:
+            self.compare(guest, True)
+
+    def compare(self, guest, whole):
+        now, listed = self.host.clock.now, self.model.listed
+        pending = listed("pending")
+        delayed = sum(job.run_at > now for job in pending)
+        want = (len(pending), delayed, len(listed("inflight")), len(listed("dead")), 0)
+        seen = guest.queue.stats()
+        assert seen[:5] == want, (seen, want)
+        if whole:
+            jobs = [
+                (
+                    j.id,
+                    j.state,
+                    j.attempts,
+                    j.priority,
+                    j.run_at,
+                    j.payload,
+                    j.last_error,
+                )
+                for j in guest.queue.jobs()
+            ]
+            want = [job.view() for job in listed()]
+            assert want == jobs, (jobs, want)
+
+    def some_id(self):
+        return self.rng.choice("abcdefgh")
+
+    def options(self):
+        delay = self.rng.choice((0, 0, 0, 15.0))
+        return {"delay": delay, "priority": self.rng.choice((0, 0, 0, 2, -1))}
+
+    def put(self):
+        options, retries = self.options(), self.rng.choice((0, 1, 3))
+        payload = {"n": self.rng.randrange(10**6)}
+        job = self.queue.put(payload, max_retries=retries, **options)
+        self.model.put(job.id, payload, retries=retries, **options)
+
+    def put_id(self):
+        id, payload, options = self.some_id(), [self.rng.random()], self.options()
+        module = self.guests[self.who].tq
+        try:
+            self.queue.put(payload, id=id, **options)
+        except module.DuplicateJobError as exc:
+            assert exc.state == self.model.jobs[id].state
+        else:
+            assert id not in self.model.jobs
+            self.model.put(id, payload, **options)
+
+    def exist(self):
+        id = self.some_id()
+        job = self.queue.put("x", id=id, exist_ok=True)
+        if id not in self.model.jobs:
+            self.model.put(id, "x")
+        assert (job.id, job.state) == (id, self.model.jobs[id].state)
+
+    def put_many(self):
+        options = self.options()
+        for job in self.queue.put_many([1, "two", None], **options):
+            self.model.put(job.id, job.payload, **options)
+
+    def get(self, n=1):
+        self.host.clock.advance(1 + self.rng.choice((0, 0, 0, 12, 301)))
+        jobs = self.queue.get_many(n)
+        taken = self.model.get(n, self.holders[self.who])
+        ids = [job.id for job in jobs]
+        assert ids == [job.id for job in taken], (ids, [job.id for job in taken])
+        for job, mine in zip(jobs, taken):
+            assert (job.attempts, job.payload) == (mine.attempts, mine.payload)
+            self.leased.append((self.who, job, mine, mine.token))
+
+    def get_many(self):
+        self.get(3)
+
+    def wait(self):
+        self.host.clock.advance(self.rng.choice((1, 10, 50)))
+
+    def lease(self):
+        """One lease of the acting guest, and whether it should still be valid."""
+        own = [item for item in self.leased if item[0] == self.who]
+        if not own:
+            return None, None, False
+        item = self.rng.choice(own[-4:])
+        _, job, mine, token = item
+        alive = self.model.jobs.get(job.id) is mine
+        return job, mine, alive and mine.state == "inflight" and mine.token is token
+
+    def settle(self):
+        job, mine, valid = self.lease()
+        if job is None:
+            return
+        how = self.rng.choice(("done", "done", "fail", "fail", "bury", "release"))
+        delay = self.rng.choice((None, 0, 25.0)) if how == "fail" else 0
+        call = {
+            "done": lambda: self.queue.task_done(job),
+            "fail": lambda: self.queue.task_done(job, False, "e", delay=delay),
+            "bury": lambda: self.queue.bury(job, "e"),
+            "release": lambda: self.queue.release(job, 5.0),
+        }[how]
+        self.fenced(call, valid)
+        if valid and how == "done":
+            del self.model.jobs[job.id]
+        elif valid and how == "bury":
+            self.model.move(mine, "dead", error="e")
+            mine.lapses = 0
+        elif valid:
+            getattr(self.model, how)(mine, delay if how == "fail" else 5.0)
+
+    def fenced(self, call, valid):
+        try:
+            call()
+        except self.guests[self.who].tq.LeaseLostError:
+            assert not valid, "a valid lease was refused"
+        else:
+            assert valid, "a stale lease was taken"
+
+    def extend(self):
+        job, mine, valid = self.lease()
+        if job is not None:
+            self.fenced(lambda: self.queue.extend(job, 50.0), valid)
+            if valid:
+                self.model.renew(mine, 50.0)
+                mine.holder = self.holders[self.who]
+                self.model.move(mine, "inflight")
+
+    def stale(self):
+        """Any old token, of any process."""
+        if self.leased:
+            _, job, mine, token = self.rng.choice(self.leased)
+            if mine.state != "inflight" or mine.token is not token:
+                job = self.guests[self.who].tq.Job(*job._values())
+                self.fenced(lambda: self.queue.task_done(job), False)
+
+    def cancel(self):
+        id = self.some_id()
+        there = self.model.jobs.pop(id, None)
+        if there:
+            there.state = "cancelled"
+        assert self.queue.cancel(id) == bool(there)
+
+    def requeue(self):
+        count = self.model.requeue(self.model.listed("dead"))
+        assert self.queue.requeue_dead() == count
+
+    def requeue_one(self):
+        id = self.some_id()
+        job = self.model.jobs.get(id)
+        try:
+            self.queue.requeue_dead(id)
+        except self.guests[self.who].tq.JobNotFoundError:
+            assert job is None or job.state != "dead"
+        else:
+            assert self.model.requeue([job]) and job.state == "pending"
+
+    def reap(self):
+        age = self.rng.choice((20.0, 300.0))
+        assert self.queue.reap_stale(age) == self.model.give_back(self.model.over(age))
+
+    def purge(self):
+        state = self.rng.choice(("dead", "dead", "inflight", "pending"))
+        if self.rng.random() < 0.3:
+            gone = self.model.listed(state)
+            assert self.queue.purge(state) == len(gone)
+            for job in gone:
+                self.model.jobs.pop(job.id).state = "purged"
+
+    def find(self):
+        id = self.some_id()
+        try:
+            assert self.queue.find(id).state == self.model.jobs[id].state
+        except self.guests[self.who].tq.JobNotFoundError:
+            assert id not in self.model.jobs
+
+    def compact(self):
+        self.queue.compact()
+
+    def anew(self):
+        self.model.dead_holders.add(self.holders[self.who])
+        self.holders[self.who] = next(self.serial)
+
+    def reopen(self):
+        self.queue.close()
+        self.anew()
+        self.guests[self.who].queue = self.guests[self.who].open()
+
+    def crash(self):
+        self.guests[self.who].kill()
+        self.anew()
+        self.guests[self.who] = self.host.guest(**self.OPTIONS)
+
+
+class ModelTest(FaultCase):
+    def check(self, seed):
+        Walk(seed).run(60)
+        return {"histories": 1, "operations": 60}
+
+    def test_random_histories_agree_with_a_model(self):
+        """Every operation, reopening and crashes among them, in random order on
+        two processes: results, order and states are the model's."""
+        count = 20_000 if DEEP else 300
+        self.share(self.check, [f"{SEED}:{n}" for n in range(count)])
+
+
+# Row 13: a storm of kills
+# -----------------------------------------------------------------------------
+
+
+class Storm:
+    """Four processes that put, get and settle; one is killed, again and again.
+
+    Each tells a pipe what it is about to do (capitals) and has done: P p put,
+    g got, D d done.  The verdict is Jepsen's for a queue.
+    """
+
+    def __init__(self, path, seed):
+        self.path, self.rng, self.said = path, random.Random(seed), bytearray()
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.serial = itertools.count()
+        self.pids = [self.spawn() for _ in range(4)]
+
+    def spawn(self):
+        number = next(self.serial)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.alarm(60)  # should the parent die
+                self.work(number)
+            finally:
+                os._exit(1)
+        return pid
+
+    def say(self, what, key):
+        os.write(self.writer, f"{what} {key}\n".encode())
+
+    def open(self, fsync):
+        options = {"backoff": lambda attempt: 0.0, "max_retries": 10**6}
+        return tq.Queue(self.path, fsync=fsync, lock_timeout=30, **options)
+
+    def work(self, number):
+        rng, queue = random.Random(number), self.open(number % 2 == 0)
+        for n in itertools.count():
+            key = f"{number}-{n}"
+            self.say("P", key)
+            queue.put(key, id=key if n % 2 else None)
+            self.say("p", key)
+            for job in queue.get_many(rng.randrange(1, 4)):
+                self.say("g", job.payload)
+                if rng.random() < 0.2:
+                    queue.task_done(job, False, "e")
+                    continue
+                self.say("D", job.payload)
+                queue.task_done(job)
+                self.say("d", job.payload)
+            if rng.random() < 0.02:
+                queue.compact()
+
+    def listen(self):
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.reader, 1 << 16):
+                self.said += data
+
+    def rage(self, kills):
+        for _ in range(kills):
+            end = time.monotonic() + self.rng.uniform(0.001, 0.01 if DEEP else 0.03)
+            while time.monotonic() < end:
+                select.select([self.reader], [], [], 0.005)
+                self.listen()
+            victim = self.rng.randrange(len(self.pids))
+            self.kill(self.pids[victim])
+            self.pids[victim] = self.spawn()
+
+    def kill(self, pid):
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status):
+            raise AssertionError("a worker failed by itself, see its traceback")
+
+    def end(self):
+        pids, self.pids = self.pids, []
+        for pid in pids:
+            self.kill(pid)
+        self.listen()
+        os.close(self.reader)
+        os.close(self.writer)
+        return [line.split() for line in self.said.decode().splitlines()]
+
+    def drain(self):
+        """What is left, in any state; each is delivered exactly once."""
+        queue = self.open(False)
+        assert not queue.verify()
+        while queue.reap_stale(0):
+            pass
+        left = [job.payload for job in iter(queue.get, None)]
+        assert len(left) == len(set(left)) == queue.stats().inflight
+        queue.close()
+        return set(left)
+
+
+class StormTest(FaultCase):
+    def verdict(self, said, left):
+        by = collections.defaultdict(collections.Counter)
+        done = set()
+        for what, key in said:
+            by[what][key] += 1
+            self.assertFalse(what == "g" and key in done, "delivered after success")
+            done.update([key] * (what == "d"))
+        tried, put, got = set(by["P"]), set(by["p"]), set(by["g"])
+        lost = put - set(by["D"]) - left
+        self.assertFalse(lost, "lost")
+        self.assertFalse((left | got) - tried, "unexpected")
+        self.assertFalse(left & done, "came back")
+        self.assertEqual(max(by["d"].values()), 1, "done twice")
+        self.counts.update({
+            "puts": len(put), "done": len(done), "lost": 0, "unexpected": 0,
+            "duplicated": sum(n > 1 for n in by["g"].values()),
+            "recovered": len((tried - put) & (left | got)),
+        })  # fmt: skip
+
+    def test_nothing_is_lost_in_a_storm_of_kills(self):
+        """Whoever is killed whenever: what was put is done once or still there,
+        and what was done is gone."""
+        kills = 5000 if DEEP else 100
+        folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, folder)
+        storm = Storm(os.path.join(folder, "q"), SEED)
+        try:
+            storm.rage(kills)
+        finally:
+            said = storm.end()
+        self.counts["kills"] = kills
+        self.verdict(said, storm.drain())
+
+
+# Row 14: clocks that jump
+# -----------------------------------------------------------------------------
+
+HOUR, DECADE = 3600.0, 10 * 365.25 * 86400
+
+
+class JumpingTime(FakeTime):
+    """At the n-th reading of one of the clocks, it jumps."""
+
+    def __init__(self, which, at, jump):
+        super().__init__()
+        self.which, self.at, self.jump, self.reads = which, at, jump, 0
+
+    def look(self, which):
+        if which == self.which:
+            self.reads += 1
+            if self.reads == self.at:
+                setattr(self, which, getattr(self, which) + self.jump)
+        return getattr(self, which)
+
+    def time(self):
+        return self.look("now")
+
+    def monotonic(self):
+        return self.look("clock")
+
+
+class Jump:
+    """Two processes work while a clock jumps; nothing may come of it."""
+
+    def __init__(self, which, at, jump, proofs):
+        self.host = Host()
+        self.host.clock = JumpingTime(which, at, jump)
+        self.a, self.b = self.host.guest(), self.host.guest()
+        self.fair = which == "now" and proofs
+        if not proofs:  # as on a system without open-file-description locks
+            for guest in (self.a, self.b):
+                plain = types.SimpleNamespace(flock=guest.process.fcntl.flock)
+                plain.LOCK_EX, plain.LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_NB
+                plain.LOCK_UN = fcntl.LOCK_UN
+                guest.tq.fcntl = plain
+
+    def run(self):
+        a, b = self.a.queue, self.b.queue
+        for id in "wxyz":
+            a.put({"k": id}, id=id)
+        b.put({"k": "late"}, id="late", delay=50)
+        held = a.get()
+        self.host.clock.advance(10)
+        again = a.extend(held)
+        other = b.get()
+        b.reap_stale()
+        self.host.clock.advance(LEASE - 20)
+        self.not_taken(b, again)
+        self.settle(b.task_done, other, False, "e", delay=5)
+        b.reap_stale(LEASE - 10)
+        self.not_taken(b, again)
+        self.settle(a.task_done, again)
+        a.cancel(again.id)  # in case its lease was lost
+        assert self.alive() >= {"x", "y", "z", "late"}
+        self.not_immortal(a, b)
+        assert self.alive() == {"x", "y", "z", "late"}
+
+    def not_taken(self, queue, mine):
+        """Nobody else gets a job whose lease has not run out."""
+        job = queue.get()
+        if job is not None:
+            assert job.id != mine.id or not self.fair, "expired early"
+            self.settle(queue.release, job)
+
+    def settle(self, call, *args, **options):
+        try:
+            call(*args, **options)
+        except (self.a.tq.LeaseLostError, self.b.tq.LeaseLostError):
+            assert not self.fair, "expired early"
+
+    def not_immortal(self, a, b):
+        """A lease that is never renewed ends when its time is over."""
+        self.host.clock.advance(60)
+        taken = {job.id for job in a.get_many(9)}
+        self.host.clock.advance(LEASE + 1)
+        # What lapsed before is given back first, and then leased.
+        given = {job.id for job in [*b.get_many(9), *b.get_many(9)]}
+        assert given >= taken, "immortal"
+
+    def alive(self):
+        seen = [set(guest.census()) for guest in (self.a, self.b)]
+        assert seen[0] == seen[1]
+        return seen[0]
+
+
+class ClockTest(FaultCase):
+    def cases(self):
+        jumps = (HOUR, -HOUR, DECADE, -DECADE)
+        for proofs in (True, False):
+            for which in ("now", "clock"):
+                plain = Jump(which, 0, 0, proofs)
+                self.check(plain)
+                for at in range(1, plain.host.clock.reads + 1):
+                    for jump in jumps if which == "now" else (HOUR, DECADE):
+                        yield which, at, jump, proofs
+
+    def check(self, case):
+        jump = case if isinstance(case, Jump) else Jump(*case)
+        try:
+            jump.run()
+        finally:
+            jump.a.kill()
+            jump.b.kill()
+        return {"jumps": 1}
+
+    def test_a_clock_that_jumps_at_any_reading(self):
+        """An hour or ten years, ahead or back, at any reading of the wall clock
+        or (a suspended host) ahead on the other: no job is lost, no live lease
+        ends early, none is immortal."""
+        self.share(self.check, self.cases())
+
+
+# Row 16: poison
+# -----------------------------------------------------------------------------
+
+
+class Raising:
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class NoText:
+    def __str__(self):
+        return 7
+
+
+class Endless:
+    def __str__(self):
+        return str(self)
+
+
+class Loud(str):
+    def __str__(self):
+        return "\x00"
+
+
+def nested(depth, kind=list):
+    value = 1
+    for _ in range(depth):
+        value = [value] if kind is list else {"": value}
+    return value
+
+
+CIRCLE = {}
+CIRCLE["me"] = [CIRCLE]
+
+POISON_PAYLOADS = [
+    None, True, 0, -0.0, 5e-324, 1.7976931348623157e308, float("nan"), [float("-inf")],
+    {float("nan"): 1}, 2**53 + 1, -(10**4000), 10**5000, 1e22,
+    "", "\x00", "\ud800", "\udfff\ud800", "\U0010ffff", "\ufeff", "\ufffe", "\x85",
+    "\u2028", "\n", "\r", "\x1c\x1d\x1e", '","crc":"00000000"}',
+    ',"crc":"+00000000"}\n', "\\", '"', "\\u0000", "\u202etxt.exe", "\x1b[2J",
+    "%s%n{0}", "{" * 600, "]" * 600, "x" * 200_000, b"bytes", {1, 2}, object(),
+    Raising(), 1j, range(3), iter([1]), CIRCLE, int, ...,
+    {"id": "a", "rev": 9, "done": True, "crc": "00000000"}, {"payload": {"payload": 1}},
+    {"": {"": ""}}, {1: 2}, {None: 1, "null": 2}, {True: 1}, {(1,): 1}, {b"k": 1},
+    {"\ud800": "\x00"}, (1, (2,)), [[], {}, [{}]], nested(500), nested(500, dict),
+    nested(501), nested(9000), nested(100_000), Loud("loud"), [Loud("loud")],
+]  # fmt: skip
+POISON_IDS = [
+    "", "x" * 255, "x" * 256, "\U0001f600" * 255, "\x00", "a\nb", "\x7f", "\x9f",
+    "\x80", "\u2028", "\ud800", "\ufeff", "\u202e", " ", ".", "../../etc/passwd", '"',
+    "\\", "\\u0061", '{"id":"b"}', b"bytes", 7, True, ("a",), Loud("loud"), "-rf",
+    "'; drop",
+]  # fmt: skip
+POISON_ERRORS = [
+    None, "", "\x00", "\ud800", "\x1b[2J", "\u202e", "a\nb\r\n", "x" * 200_000, b"\xff",
+    7, Raising(), NoText(), Endless(), Loud("x"), ValueError(), OSError(2, "no"),
+    object(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), [CIRCLE],
+    '","crc":"00000000"}',
+]  # fmt: skip
+
+
+def exactly(value):
+    """What JSON makes of a value, told apart by type too."""
+    return json.dumps(json.loads(json.dumps(value)), sort_keys=True)
+
+
+def folder_bytes(path):
+    return {
+        entry.name: open_bytes(entry.path)
+        for entry in (os.scandir(path) if os.path.isdir(path) else ())
+        if not entry.name.endswith(".lock")
+    }
+
+
+def open_bytes(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def try_poison(path, payload, id, error):
+    """Whether it was taken, and came back exactly; refused, it left no trace."""
+    queue, before = tq.Queue(path, fsync=False, max_retries=0), folder_bytes(path)
+    try:
+        put = queue.put(payload, id=id)
+    except (TypeError, ValueError):
+        assert folder_bytes(path) == before
+        return False
+    with tq.Queue(path, fsync=False) as other:
+        job = other.get()
+        assert job.id == put.id and (id is None or job.id == id)
+        assert exactly(job.payload) == exactly(payload)
+        other.bury(job, error)
+    (dead,) = queue.dead_letter()
+    assert (dead.id, exactly(dead.payload)) == (put.id, exactly(payload))
+    assert isinstance(dead.last_error, (str, type(None)))
+    assert not isinstance(error, str) or dead.last_error in (
+        str(error), str(error)[:65536] + "...",
+    )  # fmt: skip
+    for name, data in folder_bytes(path).items():
+        assert data.isascii() and b"\0" not in data, name
+        assert all(parse(line) for line in data.splitlines()), name
+    assert queue.verify() == [] and queue.purge("dead") == 1
+    return True
+
+
+def poison(folder):
+    """Called in a child: print how many were taken and refused."""
+    sys.setrecursionlimit(1000)
+    cases = [(payload, None, None) for payload in POISON_PAYLOADS]
+    cases += [("p", id, None) for id in POISON_IDS]
+    cases += [("p", None, error) for error in POISON_ERRORS]
+    outcomes = []
+    for number, case in enumerate(cases):
+        try:
+            outcomes.append(try_poison(os.path.join(folder, "q"), *case))
+        except Exception as exc:
+            text = ascii(case[1:] if case[0] == "p" else case[0])[:200]
+            raise AssertionError(f"case {number}: {text}") from exc
+    print(outcomes.count(True), outcomes.count(False))
+
+
+def pythons():
+    """This interpreter, and the other versions that are at hand."""
+    yield sys.executable
+    for minor in range(9, 20):
+        name = shutil.which(f"python3.{minor}")
+        if name and minor != sys.version_info[1]:
+            if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0:
+                yield name
+
+
+class PoisonTest(FaultCase):
+    def test_poison_is_refused_or_comes_back_exactly(self):
+        """In the C locale too, each odd payload, id or error text is refused with
+        nothing written, or is the same when it is read."""
+        code = "import {0}; {0}.poison({1!r})"
+        module = os.path.splitext(os.path.basename(__file__))[0]
+        for python in pythons():
+            folder = tempfile.mkdtemp()
+            self.addCleanup(shutil.rmtree, folder)
+            done = subprocess.run(
+                [python, "-c", code.format(module, folder)],
+                cwd=os.path.dirname(os.path.abspath(__file__)),
+                env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0",
+                     "PYTHONCOERCECLOCALE": "0"},
+                capture_output=True, text=True,
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+            taken, refused = map(int, done.stdout.split())
+            self.counts["Pythons"] += 1
+            self.counts["taken"] += taken
+            self.counts["refused"] += refused
+            self.assertGreater(min(taken, refused), 20)
+
+
 # Repository
 # =============================================================================
 
@@ -6033,7 +10436,7 @@ class ReadmeTest(Case):
 
 class ExamplesTest(Case):
     ARGUMENTS = {"quickstart.py": ["input"], "latency.py": ["0.2"]}
-    SLOW = {"speed.py"}  # measures for ten seconds and more
+    SLOW = {"compare.py"}  # measures for ten seconds and more
 
     def test_every_example_runs(self):
         """Each script in examples/ ends with status 0; the quickstart hashes a
@@ -6063,3 +10466,65 @@ class ExamplesTest(Case):
 
 if __name__ == "__main__":
     unittest.main()
+
+
+# Two enumerations beside the other tests
+# =============================================================================
+
+ENUMERATIONS = (
+    [case.__name__ for case in CrashCase.__subclasses__()]
+    + [case.__name__ for case in FailureTests.__subclasses__()],
+    [case.__name__ for case in FaultCase.__subclasses__()],
+)
+
+
+class EnumerationsTest(unittest.TestCase):
+    """The enumerations ran in two processes of their own meanwhile: with two
+    cores that takes half the time."""
+
+    children: list[subprocess.Popen] = []
+
+    @classmethod
+    def start(cls):
+        for names in ENUMERATIONS:
+            names = [f"{__name__}.{name}" for name in names]
+            command = [sys.executable, "-m", "unittest", *names]
+            cls.children.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd=ROOT,
+                    env={**os.environ, "TQ_JOBS": "1"},
+                    text=True,
+                )
+            )
+
+    def test_enumerations(self):
+        """Each of them passed; their closing lines are repeated here."""
+        for child in self.children:
+            self.addCleanup(child.wait)
+            self.addCleanup(child.kill)
+        for child in self.children:
+            said = child.communicate()[0]
+            lines = [line for line in said.split("\n") if line.strip(". s")]
+            print("", *lines[-20:], sep="\n", file=sys.stderr)
+            self.assertEqual(child.returncode, 0, said[-20_000:])
+
+
+def load_tests(loader, tests, pattern):
+    """All tests were asked for: run the enumerations beside the others."""
+    heavy = {name for names in ENUMERATIONS for name in names}
+    if loader.testNamePatterns or os.environ.get("TQ_MUTANTS"):
+        return tests
+    suite = unittest.TestSuite(
+        case
+        for group in tests
+        if not heavy & {type(case).__name__ for case in group}
+        and not any(isinstance(case, EnumerationsTest) for case in group)
+        for case in group
+    )
+    EnumerationsTest.start()
+    suite.addTest(EnumerationsTest("test_enumerations"))
+    return suite

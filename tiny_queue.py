@@ -2426,8 +2426,11 @@ _scan = _decoder.scan_once  # type: ignore[attr-defined]
 
 def _read_record(line: bytes) -> _Record:
     """Decode a line that the index holds for sound, or raise _StaleError."""
-    body = line[:-18]
-    if line[-18:-10] == b',"crc":"' and b'%08x"}' % crc32(body) == line[-10:]:
+    seal = line[-19:-10]
+    body = line[:-19] if seal == b',"crc":"+' else line[:-18]
+    if (seal[1:] == b',"crc":"' or seal == b',"crc":"+') and b'%08x"}' % crc32(
+        body
+    ) == line[-10:]:
         record = _own_record(body)
         if record is not None:
             return record
@@ -2583,7 +2586,8 @@ def _plain(line: bytes) -> bytes:
     """A line without the marks of its write, which count at the tail only."""
     line = line.removeprefix(_BOM)
     if _is_open(line):
-        return _SEAL.sub(rb',"crc":"\2"}', line.rstrip(b" \t\r\n")) + b"\n"
+        line = line.rstrip(b" \t\r\n")
+        return line[:-11] + line[-10:] + b"\n"  # less the plus
     if b'"lines":' in line:
         match = _LINES.match(line)
         if match and _SEAL.search(line[:-1]):
@@ -4121,6 +4125,7 @@ def _abandon_output() -> None:
 # -----------------------------------------------------------------------------
 
 # Name: words behind DIR; options; summary; examples, which make one session.
+# One that has --dir has no DIR.
 _COMMANDS = {
     "put": (
         "PAYLOAD",
@@ -4188,6 +4193,13 @@ _COMMANDS = {
         "run a handler on the jobs, in processes that are replaced when they die",
         "work jobs handlers:send --processes 2 --timeout 60 --stop-when-empty",
     ),
+    "bench": (
+        "",
+        "dir jobs markdown measure",
+        "measure the queue on this disk, beside bare system calls",
+        "bench --jobs 1000",
+        "bench --dir . --jobs 1000 --markdown",
+    ),
 }
 
 
@@ -4249,6 +4261,10 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     number("max-jobs", "stop after that many deliveries in all", 1)
     switch("stop-when-empty", "stop when no job is due")
     add("report-to", argparse.SUPPRESS, type=int)  # the supervisor's pipe
+    add("dir", "measure on its disk (default: here)", default=".", metavar="D")
+    number("jobs", "waiting jobs (default: 100000, about a minute)", 1, 100_000)
+    switch("markdown", "answer as the README's table")
+    add("measure", argparse.SUPPRESS)  # what a child process is to do
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -4264,8 +4280,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     name = argv[0]
     parser = _command_parser(name)
     args = parser.parse_intermixed_args(argv[1:])
-    everything = getattr(args, "all", False)
-    _bind(parser, args, [] if everything else _COMMANDS[name][0].split())
+    if hasattr(args, "dir"):
+        if args.words:
+            parser.error(f"too many arguments: {' '.join(map(repr, args.words))}")
+    else:
+        everything = getattr(args, "all", False)
+        _bind(parser, args, [] if everything else _COMMANDS[name][0].split())
     args.run = globals()[f"_cmd_{name}"]
     return args
 
@@ -4311,13 +4331,14 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
 
     words, options, summary, *examples = _COMMANDS[name]
     prog = _prog()
+    where = "" if "dir" in options.split() else f" [DIR] {words}".rstrip()
     calls = [
         line.replace("@ ", f"{prog} ") if "@ " in line else f"{prog} {line}"
         for line in examples
     ]
     parser = _parser(
         prog=f"{prog} {name}",
-        usage=f"%(prog)s [options] [DIR] {words}".rstrip(),
+        usage=f"%(prog)s [options]{where}",
         description=f"{summary[0].upper()}{summary[1:]}.",
         epilog="\n  ".join(["example:" if len(calls) == 1 else "examples:", *calls]),
     )
@@ -5468,6 +5489,443 @@ def _stop_without_supervisor(worker: Worker, timeout: float | None) -> None:
         os._exit(_REFUSED)  # nobody else is left to end a job that hangs
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+# bench: what this disk allows, and how much of it the queue reaches
+# -----------------------------------------------------------------------------
+
+_ROUNDS = 3
+_MANY = 1000  # jobs of one put_many
+_SAMPLE = {"to": "ada@example.com", "n": 12345}
+
+
+def _cmd_bench(args: argparse.Namespace, out: _Out) -> int:
+    if args.measure is not None:
+        return _measure_in_child(args)
+    import signal
+    import tempfile
+
+    if not os.path.isdir(args.dir):
+        raise _RefusalError(f"--dir {args.dir!r} is not a directory", _USAGE)
+    # SIGTERM ends it like Ctrl-C: its hundred megabytes go in both cases.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="tq-bench-", dir=args.dir) as folder:
+            figures = _Bench(os.path.abspath(folder), args.jobs).run()
+    finally:
+        _progress("")
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+    _show_figures(figures, args, out)
+    return _OK
+
+
+class _Figure(NamedTuple):
+    """Medians over the rounds, and what they are of."""
+
+    work: str
+    unit: str
+    value: float
+    floor: float  # the same work by bare system calls; nan: there is none
+    of_floor: float  # the share of its speed: of each round, then the median
+
+
+class _Bench:
+    """The measures, which take turns, in a directory of their own."""
+
+    def __init__(self, folder: str, jobs: int) -> None:
+        self.folder = folder
+        self.jobs = jobs
+        self.quick = max(500, jobs // 20)  # operations without a sync
+        self.synced = max(20, jobs // 400)  # and with one
+        self.heavy = min(max(jobs, 20_000), 100_000)  # jobs of 1 KB: fewer hide
+        self._seen: dict[tuple[str, str], list[tuple[float, float]]] = {}
+
+    def run(self) -> list[_Figure]:
+        self._fill("few", 100, _SAMPLE)
+        self._fill("deep", self.jobs, _SAMPLE)
+        self._fill("heavy", self.heavy, "x" * 1000)
+        measures = {
+            "one by one, fsync=False": self._measure_unsynced,
+            "one by one, many at once, eight threads": self._measure_synced,
+            "with a backlog": self._measure_backlog,
+            "memory": self._measure_memory,
+            "wake-up": self._measure_wake_up,
+            "kill -9": self._measure_kill,
+        }
+        for turn in range(_ROUNDS):
+            for what, measure in measures.items():
+                _progress(f"round {turn + 1} of {_ROUNDS}: {what}")
+                measure(turn)
+        return [self._figure(*work) for work in self._seen]
+
+    def _fill(self, name: str, count: int, payload: Any) -> None:
+        """Write a backlog, once for all rounds."""
+        with Queue(os.path.join(self.folder, name), fsync=False) as queue:
+            for start in range(0, count, _MANY):
+                _progress(f"writing {count:,} jobs: {start:,}")
+                queue.put_many([payload] * min(_MANY, count - start))
+
+    def _note(
+        self, work: str, unit: str, value: float, floor: float = math.nan
+    ) -> None:
+        self._seen.setdefault((work, unit), []).append((value, floor))
+
+    def _figure(self, work: str, unit: str) -> _Figure:
+        from statistics import median
+
+        rounds = self._seen[work, unit]
+        value, floor = (median(column) for column in zip(*rounds))
+        share = median(floor / value for value, floor in rounds)
+        share = {"/s": 1 / share, "times": math.nan}.get(unit, share)
+        return _Figure(work, unit, value, floor, share)
+
+    # One process
+
+    def _measure_unsynced(self, turn: int) -> None:
+        path = os.path.join(self.folder, f"unsynced{turn}")
+        with Queue(path, fsync=False) as queue:
+            bare, put = self._ready(queue)
+            self._pair("put, fsync=False", self.quick, put, bare.put)
+            take = functools.partial(_settle_next, queue)
+            self._pair("get + task_done, fsync=False", self.quick, take, bare.take)
+
+    def _measure_synced(self, turn: int) -> None:
+        with Queue(os.path.join(self.folder, f"synced{turn}")) as queue:
+            bare, put = self._ready(queue)
+            one, bare_one = self._pair("put", self.synced, put, bare.put)
+            # Eight that wait for a sync share the next; the floor's sync one each.
+            work = "put by 8 threads"
+            eight, bare_eight = self._pair(work, self.synced, put, bare.put, threads=8)
+            self._note("8 threads, to one", "times", eight / one, bare_eight / bare_one)
+            take = functools.partial(_settle_next, queue)
+            self._pair("get + task_done", self.synced, take, bare.take)
+            calls = max(3, self.synced // 25)
+            many = functools.partial(queue.put_many, [_SAMPLE] * _MANY)
+            bare_many = functools.partial(bare.put, _MANY)
+            self._pair(
+                f"put_many, {_MANY:,} a call", calls, many, bare_many, each=_MANY
+            )
+
+    def _ready(self, queue: Queue) -> tuple[_Bare, Callable[[], Job]]:
+        _round_trip(queue)  # the first makes the files
+        return _Bare(queue), functools.partial(queue.put, _SAMPLE)
+
+    def _pair(
+        self,
+        work: str,
+        count: int,
+        ours: Callable[[], object],
+        bare: Callable[[], object],
+        *,
+        each: int = 1,
+        threads: int = 1,
+    ) -> tuple[float, float]:
+        """Time both, one after the other, and note jobs per second."""
+        rate, floor = (each * _rate(count, work, threads) for work in (ours, bare))
+        self._note(work, "/s", rate, floor)
+        return rate, floor
+
+    def _measure_backlog(self, turn: int) -> None:
+        """The queue object that has read it all serves what follows, too."""
+        path, waiting = os.path.join(self.folder, "deep"), f"{self.jobs:,} waiting"
+        file = os.path.join(path, "default.pending.jsonl")
+        start = time.perf_counter()
+        with Queue(path, fsync=False) as queue:
+            queue.release(cast("Job", queue.get()))
+            rate = self.jobs / (time.perf_counter() - start)
+            floor = self.jobs * _rate(1, lambda: _read_bare(file))
+            self._note(f"open with {waiting}, first get", "/s", rate, floor)
+            self._round_trips(queue, waiting)
+            copy = functools.partial(_copy_bare, file)
+            self._pair(f"compact, {waiting}", 1, queue.compact, copy, each=self.jobs)
+
+    def _round_trips(self, queue: Queue, waiting: str) -> None:
+        few, many, count = 0.0, 0.0, self.quick // 5
+        with Queue(os.path.join(self.folder, "few"), fsync=False) as other:
+            bare = _Bare(other)
+            for _ in range(5):  # by turns: the machine may slow down meanwhile
+                few += 1 / _rate(count, lambda: _round_trip(other))
+                many += 1 / _rate(count, lambda: _round_trip(queue))
+            floor = 1 / _rate(self.quick, bare.put) + 1 / _rate(self.quick, bare.take)
+        self._note("round trip, fsync=False, 100 waiting", "/s", 5 / few, 1 / floor)
+        self._note(f"round trip, fsync=False, {waiting}", "/s", 5 / many, 1 / floor)
+        self._note(f"cost with {waiting}, to 100", "times", many / few)
+
+    # More than one
+
+    def _measure_memory(self, turn: int) -> None:
+        with _Child("memory", os.path.join(self.folder, "heavy")) as child:
+            if grown := child.answer():  # 0: this system does not tell
+                work = f"memory a job of 1 KB, {self.heavy:,} waiting"
+                self._note(work, "bytes", grown / self.heavy)
+
+    def _measure_wake_up(self, turn: int) -> None:
+        """The floor is the wake-up of a process that reads from a pipe."""
+        path = os.path.join(self.folder, f"wake-up{turn}")
+        count = max(20, min(200, self.jobs // 500))
+        late = []
+        with Queue(path, fsync=False) as queue, _Child("wake-up", path, count) as child:
+            child.answer()  # it is ready
+            for send in (child.send, queue.put):
+                for _ in range(count):
+                    time.sleep(0.005)  # until it sleeps again
+                    send(time.monotonic())
+                late.append(child.answer())
+        for what, n in (("median", count // 2), ("99th percentile", count * 99 // 100)):
+            self._note(f"wake-up of a process, {what}", "ms", late[1][n], late[0][n])
+
+    def _measure_kill(self, turn: int) -> None:
+        """From the holder's death to the delivery to a process that waits."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        path = os.path.join(self.folder, f"kill{turn}")
+        with Queue(path) as queue, ThreadPoolExecutor(1) as pool:
+            queue.put(_SAMPLE)
+            with _Child("hold", path) as child:
+                child.answer()
+                found = pool.submit(queue.get, 60.0)
+                time.sleep(_TICK * (turn + 0.5) / _ROUNDS)  # anywhere in its tick
+                start = time.perf_counter()
+                child.process.kill()
+                queue.task_done(cast("Job", found.result()))
+        self._note("redelivery after kill -9", "s", time.perf_counter() - start)
+
+
+class _Bare:
+    """The floor of an operation: its system calls and JSON, nothing else."""
+
+    _PUT = (
+        '{"id":"0123456789abcdef-1","rev":1,"attempts":0,"priority":0,"run_at":0,'
+        '"created_at":1795977084.7783115,"payload":%s,"crc":"9a1c0073"}\n'
+    )
+    _LEASE = b" " * 300 + b"\n"  # as long as real ones
+    _DONE = b" " * 64 + b"\n"
+
+    def __init__(self, queue: Queue) -> None:
+        folder = f"{queue.path}-bare"
+        os.makedirs(folder, exist_ok=True)
+        self._paths = [os.path.join(folder, name) for name in ("lock", "p", "i", "d")]
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        self._files = [_open_file(path, flags) for path in self._paths]
+        self._lock, self._pending, self._inflight, _ = (f.fd for f in self._files)
+        self._sync = _sync if queue.fsync else int  # int: nothing to wait for
+        self._mutex = threading.Lock()  # threads share the flock's descriptor
+        self.put()
+
+    def put(self, jobs: int = 1) -> None:
+        lines = [self._PUT % json.dumps(_SAMPLE) for _ in range(jobs)]
+        self._append(self._pending, "".join(lines).encode(), 2)
+        self._sync(self._pending)
+
+    def take(self) -> None:
+        json.loads(self._append(self._inflight, self._LEASE, 4).split(b"\n")[0])
+        self._append(self._inflight, self._DONE, 4)
+        self._sync(self._inflight)
+
+    def _append(self, fd: int, block: bytes, stats: int) -> bytes:
+        line = b""
+        with self._mutex:
+            _try_lock(self._lock)
+            for path in self._paths[:stats]:
+                os.lstat(path)
+            if block is self._LEASE:
+                line = _pread(self._pending, 200, 0)
+            _write(fd, block)
+            _unlock(self._lock)
+        return line
+
+
+def _read_bare(path: str) -> list[bytes]:
+    """The floor of an opening: read, split, and check each line."""
+    file = _open_file(path, os.O_RDONLY)
+    lines = _pread(file.fd, os.fstat(file.fd).st_size, 0).split(b"\n")
+    for line in lines:
+        crc32(line)
+    return lines
+
+
+def _copy_bare(path: str) -> None:
+    """The floor of a compaction: that, and a synced copy."""
+    file = _open_file(f"{path}.bare", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    _write(file.fd, b"\n".join(_read_bare(path)))
+    _sync(file.fd)
+
+
+def _rate(count: int, work: Callable[[], object], threads: int = 1) -> float:
+    """How often a second it is done, by threads that do it so often each."""
+    if threads > 1:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(threads) as pool:  # waits, after a Ctrl-C too
+            every = functools.partial(pool.map, _rate, [count] * threads)
+            return threads * count * _rate(1, lambda: list(every([work] * threads)))
+    start = time.perf_counter()
+    for _ in range(count):
+        work()
+    return count / (time.perf_counter() - start)
+
+
+def _settle_next(queue: Queue) -> None:
+    queue.task_done(cast("Job", queue.get()))
+
+
+def _round_trip(queue: Queue) -> None:
+    queue.put(_SAMPLE)
+    _settle_next(queue)
+
+
+# bench: its child processes
+
+
+class _Child:
+    """This module, started again for the other side of a measure."""
+
+    def __init__(self, measure: str, folder: str, jobs: int = 1) -> None:
+        import subprocess
+
+        options = [f"--measure={measure}", f"--dir={folder}", f"--jobs={jobs}"]
+        self.process = subprocess.Popen(
+            [*_own_command(), "bench", *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C reaches it through here
+        )
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def send(self, instant: float) -> None:
+        cast("Any", self.process.stdin).write(struct.pack("d", instant))
+
+    def answer(self) -> Any:
+        line = cast("Any", self.process.stdout).readline()
+        if not line:
+            raise QueueError(f"bench: {self.process.args!r} ended early")
+        return json.loads(line)
+
+
+def _measure_in_child(args: argparse.Namespace) -> int:
+    measures = {"memory": _grow, "wake-up": _be_woken, "hold": _hold}
+    for answer in measures[args.measure](args.dir, args.jobs):
+        sys.stdout.write(f"{json.dumps(answer)}\n")
+        sys.stdout.flush()
+    return _OK
+
+
+def _grow(folder: str, _: int) -> Iterator[float]:
+    """By how many bytes this process grows when it reads a backlog.
+
+    The mean of four times after the first, which also fills what start-up
+    has freed and takes what reading needs.
+    """
+    sizes = []
+    for queue in [Queue(folder) for _ in range(5)]:
+        queue.stats()
+        pages = (_text_of("/proc/self/statm") or "0 0").split()[1]
+        sizes.append(int(pages) and int(pages) * os.sysconf("SC_PAGE_SIZE"))
+    yield (sizes[-1] - sizes[0]) / 4
+
+
+def _be_woken(folder: str, count: int) -> Iterator[Any]:
+    """Milliseconds after each write to a pipe, then after each put, sorted."""
+
+    def late(since: float) -> float:
+        return (time.monotonic() - since) * 1e3  # one clock for all processes
+
+    def take() -> float:
+        job = cast("Job", queue.get(timeout=60.0))
+        delay = late(job.payload)
+        queue.task_done(job)
+        return delay
+
+    with Queue(folder, fsync=False) as queue:
+        queue.stats()
+        yield "ready"
+        yield sorted(late(*struct.unpack("d", os.read(0, 8))) for _ in range(count))
+        yield sorted(take() for _ in range(count))
+
+
+def _hold(folder: str, _: int) -> Iterator[str]:
+    job = Queue(folder).get()
+    yield cast("Job", job).id
+    os.read(0, 1)  # until it is killed
+
+
+# bench: its answer
+
+
+def _show_figures(figures: list[_Figure], args: argparse.Namespace, out: _Out) -> None:
+    machine = _machine(args)
+    rows = [_figure_row(figure) for figure in figures]
+    header = ["work", "rate", "floor", "of floor"]
+    told = ", ".join(f"{name} {value}" for name, value in machine.items())
+    if args.markdown:
+        for row in [header, ["---", "---:", "---:", "---:"], *rows]:
+            out.line(f"| {' | '.join(row)} |")
+        out.line(f"\n{told}.")
+    elif out.human:
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        rows = [[row[0], *map(str.rjust, row[1:], widths[1:])] for row in rows]
+        out.table([name.upper() for name in header], rows)
+        out.line(out.paint(told, _DIM))
+    else:
+        out.json(machine)
+        for figure in figures:
+            pairs = figure._asdict().items()
+            out.json({name: value for name, value in pairs if value == value})
+
+
+def _figure_row(figure: _Figure) -> list[str]:
+    work, unit, *numbers, share = figure
+    digits = 0 if unit in ("/s", "bytes") else 2
+    unit = unit if unit == "/s" else f" {unit}"
+    cells = [f"{number:,.{digits}f}{unit}" for number in numbers]
+    return [
+        work,
+        *("-" if "nan" in cell else cell for cell in (*cells, f"{share:.2f}")),
+    ]
+
+
+def _machine(args: argparse.Namespace) -> dict[str, object]:
+    """What the figures depend on, as far as the system tells."""
+    import platform
+
+    model = re.search(r"model name\s*: (.+)", _text_of("/proc/cpuinfo"))
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "tiny_queue": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": model[1] if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "disk": _file_system(args.dir),
+        "jobs": args.jobs,
+    }
+
+
+def _file_system(folder: str) -> str:
+    """Type of the innermost mount that a directory is in."""
+    path, mount, found = os.path.realpath(folder), "", "unknown"
+    for line in _text_of("/proc/self/mounts").splitlines():
+        _, place, kind = line.split()[:3]
+        inside = f"{path}/".startswith(f"{place.rstrip('/')}/")
+        if inside and len(place) >= len(mount):  # of two at one place the later
+            mount, found = place, kind
+    return found
+
+
+def _text_of(path: str) -> str:
+    import pathlib
+
+    try:
+        return pathlib.Path(path).read_text()
+    except OSError:
+        return ""  # not Linux
 
 
 if __name__ == "__main__":

@@ -1,0 +1,252 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["huey", "litequeue", "nobroker", "persist-queue", "potatoq>=26.1a1"]
+# ///
+"""Compare tiny_queue with its peers, those that are installed: the same work.
+
+    uv run examples/compare.py                     installs the peers, then compares
+    python3 examples/compare.py [--jobs N] [--dir D] [PEER ...]
+
+Each peer works in a process of its own, by turns, in three rounds. Shown are the
+medians of jobs per second, and how many times that tiny_queue does. The tables are
+two promises: what has returned survives a power cut, or the death of processes only.
+Peers that run tasks are measured at their storage, which favours them.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.append(ROOT)  # last: an installed tiny_queue comes before this checkout's
+
+JOB = {"to": "ada@example.com", "n": 12345}
+MANY = 1000
+WORK = ("put", "put_many", "get + done", "open")  # open: until the first get
+ROUNDS = 3
+
+
+# Each peer: what there is to know of it, and its put, put_many, get and done.
+
+
+def tiny_queue(folder, fsync):
+    """acknowledges, with a fencing token; a dead holder's job is back at once"""
+    import tiny_queue
+
+    queue = tiny_queue.Queue(folder, fsync=fsync)
+    return queue.put, queue.put_many, queue.get, queue.task_done
+
+
+def nobroker(folder, fsync):
+    """acknowledges, with a token; a dead holder's job is back after a timeout"""
+    import nobroker
+
+    queue = nobroker.Queue(folder, fsync=fsync)
+    return queue.enqueue, queue.enqueue_many, queue.lease_one, queue.ack
+
+
+def litequeue(folder, fsync):
+    """acknowledges, without a token; finding lost jobs and pruning done ones is the
+    user's; no fsync by default and no option for it: a pragma on its connection"""
+    import litequeue
+
+    queue = litequeue.LiteQueue(f"{folder}/queue.db")
+    if fsync:
+        queue.conn.execute("PRAGMA synchronous = FULL")
+
+    def done(message):
+        json.loads(message.data)
+        queue.done(message.message_id)
+
+    return lambda job: queue.put(json.dumps(job)), None, queue.pop, done
+
+
+def persist_queue(folder, fsync):
+    """acknowledges, without a token, among the threads of one process; clearing done
+    jobs is the user's; no option for less than fsync: a pragma on its connection"""
+    import persistqueue
+
+    queue = persistqueue.SQLiteAckQueue(folder)
+    if not fsync:
+        queue._putter.execute("PRAGMA synchronous = NORMAL")
+    return queue.put, None, lambda: queue.get(block=False, raw=True), queue.ack
+
+
+def huey_sqlite(folder, fsync):
+    """does not acknowledge: a job is gone when it is taken; no fencing; with
+    fsync=False a power cut may damage its database"""
+    from huey.storage import SqliteStorage
+
+    return huey(SqliteStorage(filename=f"{folder}/queue.db", fsync=fsync))
+
+
+def huey_file(folder, fsync):
+    """does not acknowledge: a job is gone when it is taken; no fencing; never syncs;
+    each get lists all waiting jobs"""
+    from huey.storage import FileStorage
+
+    return huey(FileStorage("queue", folder))
+
+
+def huey(storage):
+    def put(job):
+        storage.enqueue(json.dumps(job).encode())
+
+    return put, None, storage.dequeue, lambda data: json.loads(bytes(data))
+
+
+def potatoq(folder, fsync):
+    """acknowledges, with a token; a dead worker's jobs are back when its heartbeat is
+    missed; no fsync by default"""
+    from potatoq import Potatoq
+    from potatoq.message import Message
+
+    app = Potatoq("compare", broker=f"sqlite:///{folder}/queue.db")
+    app.conf.broker_transport_options = {"durable": fsync}
+    broker = app.broker
+    broker.setup()
+    consumer = broker.consumer(["default"], "compare")
+
+    def put_many(jobs):
+        broker.enqueue([Message("task", [job]) for job in jobs])
+
+    def done(delivery):
+        consumer.complete(delivery, None, [])
+
+    return lambda job: put_many([job]), put_many, lambda: consumer.fetch(0.0), done
+
+
+PEERS = {  # name: what opens it, package, module
+    "tiny_queue": (tiny_queue, "tiny-queue", "tiny_queue"),
+    "nobroker": (nobroker, "nobroker", "nobroker"),
+    "litequeue": (litequeue, "litequeue", "litequeue"),
+    "persist-queue": (persist_queue, "persist-queue", "persistqueue"),
+    "huey-sqlite": (huey_sqlite, "huey", "huey"),
+    "huey-file": (huey_file, "huey", "huey"),
+    "potatoq": (potatoq, "potatoq", "potatoq"),
+}
+
+
+def measure(peer, folder, jobs, fsync):
+    """One round of one peer, in a process of its own: {work: jobs per second}."""
+    os.makedirs(f"{folder}/{os.getpid()}")
+    put, put_many, get, done = peer(f"{folder}/{os.getpid()}", fsync)
+    put(JOB)
+    done(get())  # the first ones make the files
+    count = max(20, jobs // 200 if fsync else jobs // 50)
+    seen = {"put": rate(count, lambda: put(JOB))}
+    seen["get + done"] = rate(count, lambda: done(get()))
+    if put_many:
+        calls = max(2, count // 100)
+        seen["put_many"] = MANY * rate(calls, lambda: put_many([JOB] * MANY))
+    if not fsync:
+        start = time.perf_counter()
+        _, _, get, done = peer(f"{folder}/backlog", False)
+        done(get())
+        seen["open"] = jobs / (time.perf_counter() - start)
+    return seen
+
+
+def rate(count, work):
+    start = time.perf_counter()
+    for _ in range(count):
+        work()
+    return count / (time.perf_counter() - start)
+
+
+def fill(peer, folder, jobs, fsync):
+    """Write the backlog that each round opens."""
+    os.makedirs(f"{folder}/backlog")
+    put, put_many, _, _ = peer(f"{folder}/backlog", fsync)
+    for start in range(0, jobs, MANY):
+        batch = [JOB] * min(MANY, jobs - start)
+        put_many(batch) if put_many else [put(job) for job in batch]
+    return {}
+
+
+def in_child(task, name, top, jobs, fsync):
+    """Do a task in a new process; {}, with a word about it, if that fails."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{task} {name}{', fsync' if fsync else ''}\x1b[K\r")
+    words = [task, name, os.path.join(top, name), str(jobs), str(fsync)]
+    command = [sys.executable, __file__, "--child", *words]
+    ran = subprocess.run(command, capture_output=True, encoding="utf-8")
+    if ran.returncode:
+        print(f"{name} failed at {task}:", *ran.stderr.splitlines()[-1:])
+        return {}
+    return json.loads(ran.stdout)
+
+
+def table(title, names, top, jobs, fsync):
+    """Measure all peers, by turns, and print their medians and ratios."""
+    rounds = [
+        {name: in_child("measure", name, top, jobs, fsync) for name in names}
+        for _ in range(ROUNDS)
+    ]
+    print(f"\n{title}; jobs/s, and tiny_queue's rate in times of that")
+    print(f"{'':<14}", *(f"{work:>18} " for work in WORK))
+    for name in names:
+        cells = [cell(rounds, name, work) for work in WORK]
+        print(f"{name:<14}", *cells, flush=True)
+
+
+def cell(rounds, name, work):
+    seen = [(each["tiny_queue"].get(work), each[name].get(work)) for each in rounds]
+    both = [(ours, theirs) for ours, theirs in seen if ours and theirs]
+    if not both:
+        return f"{'-':>11}{'':8}"
+    median = statistics.median(theirs for _, theirs in both)
+    ratio = statistics.median(ours / theirs for ours, theirs in both)
+    times = "" if name == "tiny_queue" else f"{ratio:.2f}x"
+    return f"{median:>11,.0f}{times:>8}"
+
+
+def installed(names):
+    """Those of the peers that are here; says what each is, or how to get it."""
+    from importlib import metadata, util
+
+    for name in names:
+        peer, package, module = PEERS[name]
+        if util.find_spec(module) is None:
+            print(f"{name}: skipped, not installed; pip install {package}")
+            continue
+        version = "" if peer is tiny_queue else f" {metadata.version(package)}"
+        print(f"{name}{version}: {' '.join(peer.__doc__.split())}")
+        yield name
+
+
+def child(task, name, folder, jobs, fsync):
+    work = {"measure": measure, "fill": fill}[task]
+    print(json.dumps(work(PEERS[name][0], folder, int(jobs), fsync == "True")))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    peers = [[], *list(PEERS)[1:]]
+    parser.add_argument("peers", nargs="*", choices=peers, metavar="PEER")
+    parser.add_argument("--dir", default=".", help="on whose disk (default: here)")
+    parser.add_argument("--jobs", type=int, default=100_000, help="waiting jobs")
+    args = parser.parse_args()
+    names = list(installed(["tiny_queue", *(args.peers or list(PEERS)[1:])]))
+    day, python = time.strftime("%Y-%m-%d"), platform.python_version()
+    print(f"\n{day}, Python {python}, {os.cpu_count()} cores; {args.jobs:,} waiting")
+    with tempfile.TemporaryDirectory(prefix="tq-compare-", dir=args.dir) as top:
+        for name in names:
+            in_child("fill", name, top, args.jobs, False)
+        title = "fsync off: survives the death of processes"
+        table(title, names, top, args.jobs, False)
+        names = [name for name in names if name != "huey-file"]  # it never syncs
+        table("fsync on: survives a power cut", names, top, args.jobs, True)
+
+
+if __name__ == "__main__":
+    try:
+        child(*sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main()
+    except KeyboardInterrupt:
+        sys.exit(130)
