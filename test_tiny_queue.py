@@ -4219,7 +4219,7 @@ class LockTest(Case):
 
         def work(link):
             for n in range(30):
-                with tq.Queue(self.path, fsync=False) as queue:
+                with self.open(lock_timeout=60.0) as queue:
                     queue.put(n)
                     job = queue.get()
                     if n == 10:
@@ -10472,9 +10472,14 @@ if __name__ == "__main__":
 # =============================================================================
 
 ENUMERATIONS = (
-    [case.__name__ for case in CrashCase.__subclasses__()]
+    ["InterleavingTest"]
+    + [case.__name__ for case in CrashCase.__subclasses__()]
     + [case.__name__ for case in FailureTests.__subclasses__()],
-    [case.__name__ for case in FaultCase.__subclasses__()],
+    [
+        case.__name__
+        for case in FaultCase.__subclasses__()
+        if case is not InterleavingTest
+    ],
 )
 
 

@@ -3004,8 +3004,7 @@ _FORKING = threading.RLock()  # no fork between a descriptor's birth and its ent
 def _after_fork_in_child() -> None:
     """Close what was inherited, and never unlock it: a lock belongs to the
     open file that parent and child share."""
-    global _FORKING
-    _FORKING = threading.RLock()
+    _FORKING.release()
     for file in list(_FDS):
         file.close()
     for engine in list(_ENGINES):
@@ -3013,9 +3012,9 @@ def _after_fork_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _FORKING.acquire() and None,
-        after_in_parent=lambda: _FORKING.release(),
+    os.register_at_fork(  # methods in C, so that no Ctrl-C falls into them
+        before=_FORKING.acquire,
+        after_in_parent=_FORKING.release,
         after_in_child=_after_fork_in_child,
     )
 
