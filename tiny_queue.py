@@ -3218,7 +3218,8 @@ class _Store:
     def enter(self, write: bool) -> bool:
         """Begin an operation; True if the index must be discarded."""
         self._inspecting = not write
-        if write and self.readonly:
+        changed = write and self.readonly
+        if changed:
             self.reset()
         if self._lock.readonly:
             self.readonly = True
@@ -3229,7 +3230,7 @@ class _Store:
         if self.sick:
             self.rescue()
             return True
-        return False
+        return changed
 
     def look(self, data: _Data) -> bool:
         """Ask the kernel about a file; True if the index must be discarded.
@@ -3244,11 +3245,12 @@ class _Store:
             info = None
         replaced = False
         if info is None or inode is None or (info.st_dev, info.st_ino) != inode.ident:
-            replaced = inode is not None
+            had = inode is not None
             data.inode, data.size, data.decided = None, 0, 0
             inode = self._open(data)
             if inode is None:
-                return replaced
+                return had
+            replaced = True  # an index of whatever was open before is void
             info = os.fstat(inode.file.fd)
         elif inode.file.fd < 0:
             inode.open()
