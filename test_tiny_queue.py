@@ -3819,6 +3819,23 @@ class ReplacedFilesTest(Case):
     def aside(self, state):
         os.rename(file_of(self.path, state), os.path.join(self.dir, "aside"))
 
+    def test_who_only_looked_keeps_no_old_index(self):
+        """A look before the directory exists, then others write and compact:
+        the first write sees what is there."""
+        looking, other = tq.Queue(self.path), tq.Queue(self.path)
+        looking.stats()
+        other.put("x", id="h")
+        looking.stats()
+        other.get()
+        looking.stats()
+        other.put("x", id="e")
+        other.compact()  # the pending file is as long as it was
+        looking.requeue_dead()
+        for queue in (looking, self.open()):
+            self.assertEqual(queue.find("e").state, "pending")
+            self.assertEqual(queue.stats()[:4], (1, 0, 1, 0))
+        self.assertRaises(tq.DuplicateJobError, looking.put, "y", id="e")
+
     def test_pending_moved_aside(self):
         """The next put goes into the current file, and get returns it."""
         self.aside("pending")
