@@ -10489,14 +10489,10 @@ if __name__ == "__main__":
 # =============================================================================
 
 ENUMERATIONS = (
-    ["InterleavingTest"]
-    + [case.__name__ for case in CrashCase.__subclasses__()]
-    + [case.__name__ for case in FailureTests.__subclasses__()],
-    [
-        case.__name__
-        for case in FaultCase.__subclasses__()
-        if case is not InterleavingTest
-    ],
+    [InterleavingTest, ProcessDeathTests, PowerCutTests, RandomScriptTests]
+    + [NestedCrashTests, NewDirectoryTests],
+    [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
+    + [StormTest, ClockTest, PoisonTest, InterruptTest],
 )
 
 
@@ -10508,8 +10504,8 @@ class EnumerationsTest(unittest.TestCase):
 
     @classmethod
     def start(cls):
-        for names in ENUMERATIONS:
-            names = [f"{__name__}.{name}" for name in names]
+        for cases in ENUMERATIONS:
+            names = [f"{__name__}.{case.__name__}" for case in cases]
             command = [sys.executable, "-m", "unittest", *names]
             cls.children.append(
                 subprocess.Popen(
@@ -10537,13 +10533,13 @@ class EnumerationsTest(unittest.TestCase):
 
 def load_tests(loader, tests, pattern):
     """All tests were asked for: run the enumerations beside the others."""
-    heavy = {name for names in ENUMERATIONS for name in names}
+    heavy = {case for cases in ENUMERATIONS for case in cases}
     if loader.testNamePatterns or os.environ.get("TQ_MUTANTS"):
         return tests
     suite = unittest.TestSuite(
         case
         for group in tests
-        if not heavy & {type(case).__name__ for case in group}
+        if not heavy & {type(case) for case in group}
         and not any(isinstance(case, EnumerationsTest) for case in group)
         for case in group
     )
