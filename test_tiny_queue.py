@@ -8256,7 +8256,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("half a change is kept", "_attempt", "index.dirty = True", "pass"),
     ("no flock", "_flock", "_try_lock(fd)", "pass"),
     ("another lock file will do", "acquire", "== self.ident", "!= None"),
-    ("symlinks are followed", "__init__", "flags | _OPEN_SAFELY", "flags"),
+    ("symlinks are followed", "_open_file", "flags | _OPEN_SAFELY", "flags"),
     ("everybody lives", "holds", "kind != fcntl.F_UNLCK", "True"),
     ("nobody lives", "holds", "kind != fcntl.F_UNLCK", "False"),
     ("remembered bytes do not matter", "_read", "block.startswith(mark)", "True"),
@@ -10449,6 +10449,14 @@ class ReadmeTest(Case):
                 os.mkdir(folder)
                 done = run_python(block, cwd=folder, timeout=30)
                 self.assertEqual(done.returncode, 0, block + done.stderr)
+
+    def test_the_lines_shown_are_sound(self):
+        """The files' lines that the README shows pass their own checksum."""
+        text = pathlib.Path(ROOT, "README.md").read_text("utf-8")
+        lines = re.findall(r'(?m)^    (\{"id":"order.*\})$', text)
+        self.assertEqual(len(lines), 4)
+        for line in lines:
+            self.assertEqual(tq._flaw(line.encode() + b"\n"), "", line)
 
 
 class ExamplesTest(Case):

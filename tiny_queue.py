@@ -576,14 +576,18 @@ class Queue:
         """
         return self._engine.requeue(None if id is None else _job_id(id))
 
-    def reap_stale(self, older_than_seconds: float = 300.0) -> int:
-        """Take back the jobs of dead holders; return how many.
+    def reap_stale(self, older_than_seconds: float | None = None) -> int:
+        """Take back the jobs whose lease is over; return how many.
 
-        So too every inflight job not renewed for that long, its holder alive
-        or not.  They are pending at once, after the backoff if it is not the
-        first such end, or dead when their retries are spent.
+        That is: whose holder is dead, or whose deadline has passed.  With
+        `older_than_seconds` also every one not renewed for that long, even if
+        its holder lives and its deadline is ahead.  They are pending at once,
+        after the backoff if it is not the first such end, or dead when their
+        retries are spent.
         """
-        age = _number("older_than_seconds", older_than_seconds, 0, math.inf)
+        age = math.inf
+        if older_than_seconds is not None:
+            age = _number("older_than_seconds", older_than_seconds, 0, math.inf)
         return self._give_back(self._engine.lapsed(age))
 
     def _give_back(self, lapses: list[_Lapse]) -> int:
@@ -1024,7 +1028,7 @@ class Worker:
 
     def _reap(self) -> None:
         try:
-            count = self.queue.reap_stale(math.inf)
+            count = self.queue.reap_stale()
             if count:
                 _log().warning("%d jobs of ended leases given back", count)
         except QueueError as exc:
@@ -1718,9 +1722,11 @@ class _FileLeases(_FileCore):
         return jobs, self._append(store.files[0], changes, durable=True)
 
     def _duplicate(self, job: Job) -> DuplicateJobError:
+        advice = "use another id or exist_ok, or wait for it to finish"
+        if job.state == "dead":
+            advice = "requeue it, or cancel it to free its id"
         return DuplicateJobError(
-            f"job {job.id!r} is already {job.state} in {self.path!r}; use another id,"
-            " exist_ok=True, or wait for it to finish",
+            f"job {job.id!r} is already {job.state} in {self.path!r}; {advice}",
             id=job.id,
             state=job.state,
         )
@@ -2942,7 +2948,7 @@ _WINDOWS = os.name == "nt"
 _FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
 _NO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _ADVICE = {
-    errno.ENOSPC: "free some space; waiting jobs can still be taken and settled",
+    errno.ENOSPC: "free some space; nothing is lost",
     errno.ELOOP: "a symlink is refused in place of a queue's file",
     errno.ENXIO: "only a regular file can be a queue's file",
     errno.EISDIR: "only a regular file can be a queue's file",
@@ -2965,7 +2971,7 @@ class _Fd:
         self._own: list[int] = []
         self._close = os.close
         with _FORKING:
-            self._own.append(os.open(path, flags | _OPEN_SAFELY, mode))
+            self._own.append(os.open(path, flags, mode))
             _FDS.add(self)
         self.fd = self._own[0]
 
@@ -2990,7 +2996,7 @@ class _Fd:
 
 def _open_file(path: str, flags: int, mode: int = 0o666) -> _Fd:
     """Open a regular file; anything else in its place is refused."""
-    file = _Fd(path, flags, mode)
+    file = _Fd(path, flags | _OPEN_SAFELY, mode)
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         raise OSError(errno.ENXIO, "not a regular file", path)
     return file
@@ -3487,7 +3493,7 @@ class _Store:
             self.sick.extend(data.inode for data in self.files if data.inode)
             raise
         if not self._reachable:
-            _sync_ancestors(self.path)
+            _sync_ancestors(os.path.realpath(self.path))
             self._reachable = True
 
     def rescue(self) -> None:
@@ -3560,7 +3566,7 @@ def _sync(fd: int) -> None:
 
 
 def _sync_path(path: str) -> None:
-    directory = _Fd(path, os.O_RDONLY)
+    directory = _Fd(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         os.fsync(directory.fd)
     finally:
@@ -3877,7 +3883,7 @@ def _unlock(fd: int) -> None:
 def _flock_pid(inode: int) -> int | None:
     """Who holds a flock, where the system tells (Linux: /proc/locks)."""
     try:
-        file = _Fd("/proc/locks", os.O_RDONLY)
+        file = _Fd("/proc/locks", os.O_RDONLY | os.O_CLOEXEC)
         table = _pread(file.fd, _MIB, 0).decode()
     except OSError:
         return None
@@ -4130,7 +4136,7 @@ def _abandon_output() -> None:
 _COMMANDS = {
     "put": (
         "PAYLOAD",
-        "string id delay at priority max-retries",
+        "string id exist-ok delay at priority max-retries",
         "add a job, or with - one for each line of JSON",
         """put jobs '{"to": "ada@example.com"}'""",
         """put jobs '"once a day"' --id report-1 --delay 1h --priority 5""",
@@ -4183,7 +4189,7 @@ _COMMANDS = {
     "reap": (
         "",
         "older-than",
-        "take back the jobs of dead or stuck holders",
+        "take back the jobs whose lease is over",
         "reap jobs --older-than 1h",
     ),
     "compact": ("", "", "rewrite the files without what is superseded", "compact jobs"),
@@ -4236,6 +4242,7 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     switch("json", "answer in JSON on a terminal too")
     switch("string", "PAYLOAD is text, not JSON", "-s", "--string")
     add("id", "the job's id; refused while that is in the queue")
+    switch("exist-ok", "print the job that has the --id already, status 0")
     time("delay", "due in that time: 90, 15m, 2h, 1d", default=0.0)
     add(
         "at",
@@ -4254,7 +4261,7 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     switch("prometheus", "answer in Prometheus' text format")
     time("interval", "between two looks (default: 1)", default=1.0)
     switch("all", "all dead jobs, not one ID")
-    time("older-than", "jobs not touched for so long (reap: 5m by default)")
+    time("older-than", "only jobs not touched for so long (reap: also such jobs)")
     switch("yes", "do not ask", "-y", "--yes")
     number("processes", "worker processes (default: 1)", 1, 1)
     number("threads", "jobs at a time in each (default: 1)", 1, 1)
@@ -4274,6 +4281,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     argparse's subcommands cannot intermix options with words of which the
     first, DIR, may be missing.
     """
+    if len(argv) > 2 and argv[0] in ("-n", "--name"):
+        argv = [argv[2], *argv[:2], *argv[3:]]
     if not argv or argv[0] not in _COMMANDS:
         parser = _main_parser()
         parser.parse_args(argv[:1])
@@ -4597,6 +4606,7 @@ def _cmd_put(args: argparse.Namespace, out: _Out) -> int:
             delay=args.delay,
             at=args.at,
             id=args.id,
+            exist_ok=args.exist_ok,
             priority=args.priority,
             max_retries=args.max_retries,
         )
@@ -4821,7 +4831,7 @@ def _ask_to_purge(queue: Queue, args: argparse.Namespace) -> None:
 
 def _cmd_reap(args: argparse.Namespace, out: _Out) -> int:
     with _find_queue(args) as queue:
-        count = queue.reap_stale(300 if args.older_than is None else args.older_than)
+        count = queue.reap_stale(args.older_than)
     return _counted(out, "reaped", count)
 
 
@@ -5111,6 +5121,8 @@ def _cmd_work(args: argparse.Namespace, out: _Out) -> int:
     if args.report_to is not None:
         return _work_in_child(args)
     with _open_queue(args) as queue:
+        if not os.path.isdir(queue.path):
+            _say(f"tiny_queue: {args.dir!r} does not exist yet; it is made")
         return _Supervisor(queue, args).run()
 
 
@@ -5328,8 +5340,19 @@ class _Supervisor:
                 self._fail(id, token)
                 if token in slot.running:
                     _say(f"tiny_queue: job {id} ran too long; its worker is killed")
+                    self._spare(slot, token)
                     self._kill(slot)
                     return
+
+    def _spare(self, slot: _Slot, culprit: str) -> None:
+        """Give back what else runs in a process to be killed, uncounted."""
+        for token, (id, _) in list(slot.running.items()):
+            try:
+                job = self.queue.find(id)
+                if token != culprit and job.token == token:
+                    self.queue.release(job)
+            except QueueError:
+                pass  # settled meanwhile, or its holder's death will count
 
     def _fail(self, id: str, token: str) -> None:
         """Settle first, kill then: so it fails with this reason, not with
@@ -5451,9 +5474,10 @@ def _import_handler(name: str) -> Callable[[Job], Any]:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as exc:
+    except Exception as exc:  # of any kind: the module runs its own code
+        what = f"{type(exc).__name__}: {exc}"
         raise _RefusalError(
-            f"cannot import {name!r}: {exc}; give MODULE:FUNCTION", _USAGE
+            f"cannot import {name!r}: {what}; give MODULE:FUNCTION", _USAGE
         ) from exc
     if not callable(found):
         raise _RefusalError(f"{name!r} is a {type(found).__name__}, no function", 2)
