@@ -42,6 +42,7 @@ I9  After a failed sync nothing counts as durable until every file has been
 from __future__ import annotations
 
 import bisect
+import collections
 import errno
 import functools
 import heapq
@@ -172,6 +173,8 @@ class Retry(Exception):
     After `delay` seconds, or the queue's backoff if that is None.
     """
 
+    delay: float | None = None  # for a subclass that does not call __init__
+
     def __init__(self, delay: float | None = None) -> None:
         super().__init__(delay)
         self.delay = None if delay is None else _delay(delay)
@@ -180,6 +183,8 @@ class Retry(Exception):
 class Snooze(Exception):
     """Raised by a handler: not now; again in `delay` seconds, uncounted."""
 
+    delay: float = 0.0
+
     def __init__(self, delay: float) -> None:
         super().__init__(delay)
         self.delay = _delay(delay)
@@ -187,6 +192,8 @@ class Snooze(Exception):
 
 class Fail(Exception):
     """Raised by a handler: no retry can help; dead now, for that reason."""
+
+    reason: object = None
 
     def __init__(self, reason: object) -> None:
         super().__init__(reason)
@@ -458,7 +465,7 @@ class Queue:
         names = [None] * len(items) if ids is None else [_job_id(id) for id in ids]
         if len(names) != len(items):
             raise ValueError(f"ids: {len(names)} for {len(items)} payloads")
-        if ids is not None and len(set(names)) != len(names):
+        if ids is not None and len({_quote(id or "") for id in names}) != len(names):
             raise ValueError("ids: the same id twice in one put_many")
         new = [
             _New(id, item, _encode(item), priority, seconds, None, None)
@@ -707,7 +714,7 @@ def _queue_name(name: str) -> str:
         raise ValueError(
             f"name: {name!r} cannot name a queue; use 1 to 64 of A-Z a-z 0-9 _ -"
         )
-    return name
+    return str.__str__(name)
 
 
 def _job_id(id: str) -> str:
@@ -717,7 +724,7 @@ def _job_id(id: str) -> str:
         raise ValueError(
             f"id: {id[:300]!r} must have 1 to {_MAX_ID} characters, no control ones"
         )
-    return id
+    return str.__str__(id)
 
 
 def _number(what: str, value: float, low: float, high: float) -> float:
@@ -737,7 +744,7 @@ def _integer(what: str, value: int, low: int, high: int) -> int:
         raise TypeError(f"{what}: must be int, not {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{what}: must be between {low} and {high}")
-    return value
+    return int(value)  # not an enum, which formats as its name
 
 
 def _delay(delay: float) -> float:
@@ -784,7 +791,7 @@ def _error_text(error: object) -> str | None:
     try:
         text = str(error)
         return text if len(text) <= _MAX_ERROR else text[:_MAX_ERROR] + "..."
-    except Exception as exc:
+    except BaseException as exc:
         return f"<{type(error).__name__}; its text raised {type(exc).__name__}>"
 
 
@@ -820,7 +827,7 @@ def _encode(payload: Any) -> str:
 
 
 _MAX_PAYLOAD = 1 << 30
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
 
 
 def _shallow(text: str, limit: int = _MAX_DEPTH) -> bool:
@@ -917,6 +924,7 @@ class Worker:
         self.stop_when_empty = bool(stop_when_empty)
         self.handle_signals = bool(handle_signals)
         self._stopping = False
+        self._stopped_at = math.inf
         self._reset()
 
     def _reset(self) -> None:
@@ -925,6 +933,7 @@ class Worker:
         self._taken = 0
         self._running: dict[str, Job] = {}  # by token
         self._signals = 0
+        self._emptied = False  # stopping only because nothing was due
         self._ended = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -957,6 +966,8 @@ class Worker:
 
         From any thread, or before it runs.
         """
+        self._stopped_at = time.monotonic()
+        self._emptied = False
         self._stopping = True
 
     def run_once(self) -> bool:
@@ -999,12 +1010,14 @@ class Worker:
 
         def count(signum: int, frame: object) -> None:
             # It may interrupt any line, so it only counts; a burst is one, and
-            # one that finds the worker told to stop() is the second.
+            # one some time after stop() is the second.
             nonlocal last
             now = time.monotonic()
             if now - last > _BURST:
-                self._signals += 2 if self._stopping and not self._signals else 1
+                again = not self._signals and now - self._stopped_at > 5 * _BURST
+                self._signals += 2 if again else 1
             last = now
+            self._emptied = False
             self._stopping = True
 
         return {
@@ -1045,14 +1058,15 @@ class Worker:
             except QueueClosedError:
                 return
             except QueueError as exc:
-                pause = self._wait_out(pause, exc)
                 self._untake()
+                if not self._stopping:
+                    pause = self._wait_out(pause, exc)
                 continue
             if job is None:
                 self._untake()
                 if self.stop_when_empty and not self._running:
-                    self._stopping = True
-            elif self._stopping:
+                    self._emptied = self._stopping = True
+            elif self._stopping and not self._emptied:
                 self._settle(job, "released", lambda job: self.queue.release(job))
             else:
                 self._run(job)
@@ -1072,8 +1086,11 @@ class Worker:
     def _wait_out(self, pause: float, exc: Exception) -> float:
         pause = min(max(pause * 2, 0.1), 30.0)
         _log().error("queue fails, next try in %.1f s: %s", pause, exc)
-        end = time.monotonic() + (min(pause, 1.0) if self._stopping else pause)
-        while time.monotonic() < end and self._signals < 2:
+        start = time.monotonic()
+        while self._signals < 2:
+            waited = time.monotonic() - start
+            if waited >= (min(pause, 1.0) if self._stopping else pause):
+                break
             time.sleep(0.05)
         return pause
 
@@ -1083,7 +1100,11 @@ class Worker:
         with self._lock:
             self._running[token] = job
         try:
-            outcome, settle = self._outcome(job)
+            try:
+                outcome, settle = self._outcome(job)
+            except Exception as exc:  # of an outcome itself, like a wrong delay
+                _log().exception("job %s: its outcome is wrong", job.id)
+                outcome, settle = self._failed(job, f"wrong outcome: {exc}", None)
             self._settle(job, outcome, settle)
         finally:
             with self._lock:
@@ -1098,10 +1119,10 @@ class Worker:
                 self._await(result)
             return "done", queue.task_done
         except Retry as exc:
-            delay = exc.delay
+            delay = None if exc.delay is None else _delay(exc.delay)
             return self._failed(job, "asked for a retry", delay)
         except Snooze as exc:
-            seconds = exc.delay
+            seconds = _delay(exc.delay)
             return "released", lambda job: queue.release(job, seconds)
         except Fail as exc:
             reason = _error_text(exc.reason)
@@ -1168,8 +1189,12 @@ class Worker:
     def _await(self, result: Any) -> None:
         import asyncio
 
-        async def wrap() -> None:
-            await result
+        async def wrap() -> BaseException | None:
+            try:
+                await result
+            except BaseException as exc:  # SystemExit would end the loop's thread
+                return exc
+            return None
 
         with self._lock:
             if self._loop is None:
@@ -1177,7 +1202,9 @@ class Worker:
                 self._looper = threading.Thread(target=self._loop.run_forever)
                 self._looper.daemon = True
                 self._looper.start()
-        asyncio.run_coroutine_threadsafe(wrap(), self._loop).result()
+        error = asyncio.run_coroutine_threadsafe(wrap(), self._loop).result()
+        if error is not None:
+            raise error
 
     def _stop_loop(self) -> None:
         loop, self._loop = self._loop, None
@@ -1370,6 +1397,7 @@ class _FileCore(_Engine):
         self._holder: _Holder | None = None
         self._index = _Index()
         self._looked = -math.inf
+        self._lapses_left: collections.deque[_Lease] = collections.deque()
         self._watch = _Watch()
         self._compact_above = _MIB
 
@@ -1396,7 +1424,7 @@ class _FileCore(_Engine):
             )
         try:
             try:
-                lock.acquire(write)
+                lock.acquire(write, self._is_closed)
                 if self._closed:
                     raise QueueClosedError(
                         f"queue {self.path!r} is closed; make a new Queue",
@@ -1416,6 +1444,9 @@ class _FileCore(_Engine):
             raise self._refused(exc) from exc
         finally:
             lock.release()
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def _heal(self) -> None:
         """Repair at once after a sync that failed under the lock, before
@@ -1465,7 +1496,8 @@ class _FileCore(_Engine):
             try:
                 done = self._catch_up()
                 result = body(*args) if done else None
-                self._compact_if_due()
+                if done:
+                    self._compact_if_due()
                 index.dirty = False
                 index.careful = index.careful and not done
                 return done, result
@@ -1539,8 +1571,7 @@ class _FileCore(_Engine):
     def _set_damage_aside(self) -> None:
         """Keep damaged lines in NAME.damaged and out of the data files."""
         index = self._index
-        for file, place, length in index.damage:
-            self._store.keep_damage(file, place, length)
+        self._store.keep_damage(index.damage)
         _log().warning(
             "%d damaged lines set aside in %s", len(index.damage), self._store.damaged
         )
@@ -1557,6 +1588,8 @@ class _FileCore(_Engine):
         cover records of the other two files, go last.
         """
         index, store = self._index, self._store
+        if any(index.read[data.file] != data.size for data in store.files):
+            raise _StaleError  # what was not read must not be dropped
         store.make_durable()
         for file in (0, 2, 1):
             if file == 1:
@@ -1782,12 +1815,12 @@ class _FileLeases(_FileCore):
         index = self._index
         now, clock = time.time(), time.monotonic()
         index.ripen(now)
-        lapsed: list[_Lease] = []
         undecided: list[_Lapse] = []
-        if clock - self._looked >= _TICK or not index.counts[_PENDING]:
+        nothing = not (index.counts[_PENDING] or self._lapses_left)
+        if nothing or clock - self._looked >= _TICK:
             self._looked = clock
-            lapsed, undecided = self._first_lapses(clock, now)
-        picks = self._pick(n, lapsed)
+            self._lapses_left, undecided = self._first_lapses(clock, now)
+        picks = self._pick(n, self._lapses_left)
         if not picks:
             if index.superseded > max(_IDLE_SLACK, index.live_bytes):
                 self._try_compact()
@@ -1842,7 +1875,7 @@ class _FileLeases(_FileCore):
         )
 
     def _pick(
-        self, n: int, lapsed: list[_Lease]
+        self, n: int, lapsed: collections.deque[_Lease]
     ) -> list[tuple[_Record, int, str | None]]:
         """Take up to n jobs: by priority; in one priority first those of dead
         holders, then in the order of the pending file."""
@@ -1850,8 +1883,10 @@ class _FileLeases(_FileCore):
         while len(picks) < n:
             order = self._index.first_order()
             if lapsed and (order is None or lapsed[0].priority >= order.priority):
-                lease = lapsed.pop(0)
-                entry = self._index.entries[lease.key]
+                lease = lapsed.popleft()
+                entry = self._index.entries.get(lease.key, _DONE)
+                if entry & 7 != _INFLIGHT or entry >> 3 & _REV_MASK != lease.rev:
+                    continue  # another process was faster, or it was settled
                 record = self._record(lease.key, entry)
                 picks.append((record, lease.lapses + 1, self._reason(lease)))
                 continue
@@ -1915,7 +1950,7 @@ class _FileLeases(_FileCore):
 
     def _first_lapses(
         self, clock: float, now: float
-    ) -> tuple[list[_Lease], list[_Lapse]]:
+    ) -> tuple[collections.deque[_Lease], list[_Lapse]]:
         """Split what is over: to be leased anew at once, or to be decided."""
         first, others = [], []
         for lease in self._over(clock, now, math.inf):
@@ -1924,7 +1959,7 @@ class _FileLeases(_FileCore):
             else:
                 others.append(self._lapse(lease))
         first.sort(key=lambda lease: -lease.priority)
-        return first, others
+        return collections.deque(first), others
 
     def _retries(self, lease: _Lease) -> int:
         own = lease.max_retries
@@ -2257,7 +2292,7 @@ class _FileEngine(_FileLeases):
                 self._holder.file.close()
             self._store.reset()
             self._watch.close()
-        self._lock.reset()
+            self._lock.close()
 
     def _last_compact(self) -> None:
         """Cheap, and empty files for a drained queue; a large backlog is not
@@ -2288,6 +2323,7 @@ _KNOWN = frozenset(
 )
 
 
+_HEAD = _KNOWN - {"max_retries", "created_at", "payload", "crc"}
 _NEEDED = frozenset("id rev attempts priority run_at created_at payload".split())
 
 
@@ -2425,7 +2461,14 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is beyond a float")
+    return number
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 # Several times the speed of loads() on short lines.
 _scan = _decoder.scan_once  # type: ignore[attr-defined]
 
@@ -2466,6 +2509,11 @@ def _own_record(body: bytes) -> _Record | None:
             raise  # the caller's own stack is nearly full
         return None
     if not fields.keys() >= _NEEDED or text.find("{", 1, place) >= 0:
+        return None
+    names = list(fields)
+    if names[-1] != "payload" or not _HEAD.issuperset(
+        names[: names.index("created_at")]
+    ):
         return None
     return _Record(_key(fields["id"]), fields["rev"], fields, text[place + 1 : -1])
 
@@ -2546,7 +2594,7 @@ _CHECKS: tuple[tuple[str, Callable[[str, Any], Any], Any], ...] = (
         functools.partial(_integer, low=-_MAX_PRIORITY - 1, high=_MAX_PRIORITY),
         0,
     ),
-    ("run_at", _instant, 0),
+    ("run_at", functools.partial(_number, low=0, high=2 * _MAX_SECONDS), 0),
     ("created_at", _instant, 0),
     ("max_retries", _natural, None),
     ("last_error", _check_text, None),
@@ -2915,6 +2963,7 @@ class _Index:
             key: entry for key, entry in self.entries.items() if entry & 7 != _DONE
         }
         self.counts[_DONE] = 0
+        self.burnt.clear()
 
 
 def _adjacent(
@@ -3113,7 +3162,7 @@ class _Inode:
                     yield 0, block[:end]
                 return
             else:
-                more = min(place, _CHUNK // 16)
+                more = min(place, max(_CHUNK // 16, len(block)))
                 place -= more
                 block = self.read(place, more) + block[:end]
                 end = len(block)
@@ -3373,8 +3422,13 @@ class _Store:
 
     # Damage
 
-    def keep_damage(self, file: int, place: int, length: int) -> None:
-        self._keep(self.files[file].bytes_at(place, length))
+    def keep_damage(self, damage: Sequence[tuple[int, int, int]]) -> None:
+        self._keep(
+            b"\n".join(
+                self.files[file].bytes_at(place, length)
+                for file, place, length in damage
+            )
+        )
 
     def _keep(self, raw: bytes) -> None:
         """Append damaged bytes to NAME.damaged, durably."""
@@ -3654,7 +3708,7 @@ class _FileLock:
         self.reset()
 
     def reset(self) -> None:
-        """Close the file, and be the lock of another process."""
+        """Be the lock of another process: nothing is held or open."""
         self._mutex = threading.RLock()
         self.mine: Callable[[], bool] = self._mutex._is_owned  # type: ignore[attr-defined]
         self._file: _Fd | None = None
@@ -3664,14 +3718,20 @@ class _FileLock:
         self._lay_at = 0.0
         self._since = math.inf
 
+    def close(self) -> None:
+        """Close the file, under the thread lock; that stays what it is, for
+        the threads that wait for it."""
+        self._file = None
+        self._flocked = False
+
     def threads(self) -> threading.RLock:
         """The thread lock alone, for long reading."""
         return self._mutex
 
-    def acquire(self, write: bool) -> None:
+    def acquire(self, write: bool, closed: Callable[[], bool]) -> None:
         if not self._mutex.acquire(timeout=self.timeout):
             raise self._timed_out()
-        while True:
+        while not closed():
             if self._file is None or (self.readonly and write):
                 self._open(write)
             file = self._file
@@ -3688,6 +3748,8 @@ class _FileLock:
             if (info.st_dev, info.st_ino) == self.ident:
                 break
             self._file = None  # unlinked or replaced: its lock excludes nobody
+        else:
+            return
         self._since = time.monotonic()
         if info.st_size < _BALLAST and not self.readonly:
             self._lay_ballast(info.st_size)
@@ -5279,9 +5341,9 @@ class _Supervisor:
     def _start(self, slot: _Slot) -> None:
         import subprocess
 
-        ours, theirs = map(_Fd.adopt, os.pipe())
-        name, pass_fds = _inheritable(theirs.fd)
         try:
+            ours, theirs = map(_Fd.adopt, os.pipe())
+            name, pass_fds = _inheritable(theirs.fd)
             process = subprocess.Popen(
                 self._command(slot, name),
                 stdin=subprocess.PIPE,
@@ -5317,7 +5379,8 @@ class _Supervisor:
         process, status = slot.end()
         self._ready = self._ready or slot.ready
         bounded = self.args.stop_when_empty or slot.quota is not None
-        slot.over = slot.quota == 0 or (status == _OK and bounded)
+        ended_well = status == _OK and not slot.running
+        slot.over = slot.quota == 0 or (ended_well and bounded)
         if status == _USAGE and not self._ready:
             self._status = _USAGE  # it said what is wrong with the arguments
         if self._signals or self._status or slot.over:
