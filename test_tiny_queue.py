@@ -24,6 +24,7 @@ import contextlib
 import copy
 import datetime
 import decimal
+import enum
 import errno
 import fcntl
 import functools
@@ -1996,6 +1997,150 @@ print(sorted(job.payload for job in queue.jobs()))
         self.assertEqual(len(one), 0)
 
 
+class FoundByBreakingTest(Case):
+    """Faults that an adversary found, each pinned by its smallest case."""
+
+    def test_compaction_never_drops_what_was_not_read(self):
+        """Others append faster than a backlog is read while it is due."""
+        producer = tq.Queue(self.path, fsync=False)
+        queue = self.open()
+        kept = [queue.put("x" * 100).id for _ in range(3)]
+        with mock.patch.object(queue._engine._store, "rewrite", side_effect=OSError):
+            for _ in range(40):
+                queue.put("x" * 100, priority=1)
+                queue.task_done(queue.get())
+        late = self.open()
+        read_ahead, engine = late._engine._read_ahead, late._engine
+
+        def slow():
+            read_ahead()
+            if len(kept) < 9:
+                kept.append(producer.put("y" * 2000).id)
+
+        with mock.patch.multiple(tq, _READ_AHEAD=1000, _MIB=2000, _IDLE_SLACK=2000):
+            with mock.patch.object(engine, "_read_ahead", slow):
+                engine._compact_above = 2000
+                first = late.get()
+        self.assertEqual(sorted(kept), sorted(j.id for j in self.open().jobs()))
+        self.assertIn(first.id, kept)
+
+    def test_close_frees_the_lock_whoever_waits_for_it(self):
+        """Threads that wait get QueueClosedError, others the lock at once."""
+        for _ in range(10):
+            queue, errors = tq.Queue(self.path, fsync=False), []
+
+            def work(queue=queue, errors=errors):
+                try:
+                    while True:
+                        queue.put(1)
+                except tq.QueueError as exc:
+                    errors.append(type(exc))
+
+            threads = [threading.Thread(target=work) for _ in range(6)]
+            for thread in threads:
+                thread.start()
+            queue.close()
+            for thread in threads:
+                thread.join(PATIENCE)
+            self.assertEqual(errors, [tq.QueueClosedError] * 6)
+            tq.Queue(self.path, lock_timeout=1.0).put(2)
+
+    def test_every_accepted_instant_makes_a_sound_line(self):
+        """The longest delay survives verify() and a torn write behind it."""
+        queue = self.open()
+        queue.put("far", id="far", delay=1e10)
+        queue.put("retried", id="r")
+        queue.task_done(queue.get(), False, "KeyError: {x}", delay=1e10)
+        self.assertEqual(queue.verify(), [])
+        self.append("pending", b'{"id":"to')
+        for view in self.views(queue):
+            self.assertEqual(sorted(job.id for job in view.jobs()), ["far", "r"])
+
+    def append(self, state, data):
+        with open(file_of(self.path, state), "ab") as file:
+            file.write(data)
+
+    def test_enums_count_as_their_value(self):
+        """An enum's own format never reaches a file or a file's name."""
+
+        class Level(int, enum.Enum):
+            HIGH = 5
+
+        class Name(str, enum.Enum):
+            MAIL = "mail"
+
+        queue = tq.Queue(self.path, Name.MAIL, max_retries=Level.HIGH, fsync=False)
+        queue.put(1, id=Name.MAIL, priority=Level.HIGH, max_retries=Level.HIGH)
+        job = tq.Queue(self.path, "mail").get()
+        self.assertEqual((job.id, job.priority, job.max_retries), ("mail", 5, 5))
+        self.assertTrue(all(n.startswith("mail.") for n in os.listdir(self.path)))
+
+    def test_a_number_beyond_a_float_is_damage(self):
+        """1e999 in a line by hand costs that line."""
+        self.append_lines(b'{"id":"a","payload":1e999}\n{"id":"b","payload":2}\n')
+        queue = self.open()
+        self.assertEqual(queue.get().payload, 2)
+        self.assertEqual(queue.stats().damaged, 1)
+
+    def append_lines(self, data):
+        os.makedirs(self.path, exist_ok=True)
+        self.append("pending", data)
+
+    def test_a_sealed_line_with_other_order_keeps_its_keys(self):
+        """Payload, max_retries and unknown keys survive the next moves."""
+        top = '{"id":"%s",%s"rev":1,"attempts":0,"priority":0,"run_at":0,%s}'
+        self.append_lines(
+            seal((top % ("a", '"payload":"p","created_at":5,', '"tag":1'))[:-1] + "}")
+            + seal(
+                top % ("b", "", '"max_retries":9,"tag":1,"created_at":5,"payload":2')
+            )
+        )
+        queue = self.open()
+        for job in queue.get_many(2):
+            queue.release(job)
+        jobs = {job.id: job for job in self.open().jobs()}
+        self.assertEqual([jobs["a"].payload, jobs["b"].payload], ["p", 2])
+        self.assertEqual(jobs["b"].max_retries, 9)
+        self.assertEqual(file_bytes(self.path, "pending").count(b'"tag":1'), 4)
+
+    def test_all_jobs_of_a_dead_holder_come_at_once(self):
+        """Also on a queue with others due: not one a second."""
+        holder = tq.Queue(self.path, fsync=False)
+        holder.put_many(range(20))
+        leases = holder.get_many(20)
+        queue = self.open()
+        queue.put_many(range(100, 120))
+        holder.close()
+        del leases
+        start = time.monotonic()
+        seen = [queue.get().payload for _ in range(40)]
+        self.assertEqual(sorted(seen[:21])[-1] >= 0, True)
+        self.assertEqual(sorted(seen), [*range(20), *range(100, 120)])
+        self.assertLess(time.monotonic() - start, 5.0)
+
+    def test_reaping_spares_leases_with_time_left(self):
+        """Only an explicit age takes a job from a living holder."""
+        clock = Clock()
+        with clock.patch():
+            queue = self.open(lease_timeout=3600.0)
+            queue.put(1)
+            job = queue.get()
+            clock.jump(1000.0, 1000.0)
+            other = self.open()
+            self.assertEqual(other.reap_stale(), 0)
+            self.assertEqual(other.reap_stale(900), 1)
+            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+
+    def test_a_symlinked_directory_can_be_synced(self):
+        """With fsync, too, and for a directory below it."""
+        os.mkdir(os.path.join(self.dir, "real"))
+        link = os.path.join(self.dir, "link")
+        os.symlink("real", link)
+        for path in (link, os.path.join(link, "below", "jobs")):
+            tq.Queue(path).put(1)
+            self.assertEqual(len(tq.Queue(os.path.realpath(path))), 1)
+
+
 # Worker
 # =============================================================================
 
@@ -2132,6 +2277,28 @@ class WorkerOutcomeTest(WorkerCase):
                 self.assertEqual(self.queue.find(id).attempts, 0)
                 self.queue.cancel(id)
 
+    def test_a_wrong_outcome_fails_the_job(self):
+        """A Retry without its delay, or with one that cannot be, is a failure."""
+
+        class Bare(tq.Retry):
+            def __init__(self):
+                pass
+
+        class Wrong(tq.Snooze):
+            delay = "soon"
+
+            def __init__(self):
+                pass
+
+        for kind in (Bare, Wrong):
+            self.queue.put(1, id="a", max_retries=0)
+
+            def handler(job, kind=kind):
+                raise kind
+
+            self.assertEqual(self.work(handler).dead, 1)
+            self.queue.cancel("a")
+
     def test_payloads_are_not_logged(self):
         """Ids and counts only."""
         self.queue.put("secret payload", id="a", max_retries=0)
@@ -2173,6 +2340,18 @@ class WorkerAsyncTest(WorkerCase):
         self.queue.put(1, max_retries=0)
         self.assertEqual(self.work(handler).dead, 1)
         self.assertEqual(next(self.queue.dead_letter()).last_error, "LookupError: gone")
+
+    def test_an_async_exit_stops_the_worker(self):
+        """As one of a plain handler: the job is given back uncounted."""
+        for kind in (SystemExit, KeyboardInterrupt):
+
+            async def handler(job, kind=kind):
+                raise kind
+
+            self.queue.put(1, id="a")
+            self.assertEqual(self.work(handler), tq.Totals(0, 0, 0, 1, 0))
+            self.assertEqual(self.queue.find("a").attempts, 0)
+            self.queue.cancel("a")
 
     def test_inside_a_running_loop(self):
         """A worker in a thread of an asyncio program."""
@@ -4012,6 +4191,8 @@ class DescriptorsTest(Case):
             queue.compact()
         for flag in flags:
             self.assertEqual(flag & os.O_CLOEXEC, os.O_CLOEXEC)
+            if not flag & (os.O_RDWR | os.O_WRONLY):  # a directory, to sync it
+                continue
             self.assertEqual(flag & os.O_NOFOLLOW, os.O_NOFOLLOW)
             self.assertEqual(flag & os.O_NONBLOCK, os.O_NONBLOCK)
             self.assertFalse(flag & os.O_TRUNC)
@@ -5784,7 +5965,10 @@ class WorkTest(CommandLineCase):
 
     def test_a_handler_that_cannot_be_imported_is_usage(self):
         """A wrong MODULE:FUNCTION is told once and exits 2."""
-        for name in ("nowhere:f", "handlers:nothing", "handlers:number", "handlers:"):
+        with open(os.path.join(self.folder, "broken.py"), "w") as file:
+            file.write("def x(:\n")
+        for name in ("nowhere:f", "handlers:nothing", "handlers:number", "handlers:",
+                     "broken:x"):  # fmt: skip
             _, err = self.work("--processes=3", handler=name, status=2)
             self.assertEqual(err.count(name), 1, err)
 

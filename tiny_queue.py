@@ -958,7 +958,7 @@ class Worker:
             self._stop_loop()
         if self._signals < 2:
             renewer.join()
-            self._stopping = False  # it may be run again
+            self._stopping, self._stopped_at = False, math.inf  # for another run
         return Totals(**self._totals)
 
     def stop(self) -> None:
@@ -966,7 +966,8 @@ class Worker:
 
         From any thread, or before it runs.
         """
-        self._stopped_at = time.monotonic()
+        if not self._stopping:
+            self._stopped_at = time.monotonic()
         self._emptied = False
         self._stopping = True
 
@@ -1006,17 +1007,16 @@ class Worker:
             return {}
         import signal
 
-        last = -math.inf
+        last: dict[int, float] = {}
 
         def count(signum: int, frame: object) -> None:
-            # It may interrupt any line, so it only counts; a burst is one, and
-            # one some time after stop() is the second.
-            nonlocal last
+            # It may interrupt any line, so it only counts; a burst of one kind
+            # is one signal, and one some time after stop() is the second.
             now = time.monotonic()
-            if now - last > _BURST:
+            if now - last.get(signum, -math.inf) > _BURST:
                 again = not self._signals and now - self._stopped_at > 5 * _BURST
                 self._signals += 2 if again else 1
-            last = now
+            last[signum] = now
             self._emptied = False
             self._stopping = True
 
