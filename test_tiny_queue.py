@@ -3366,15 +3366,19 @@ class DurabilityTest(Case):
         self.assertEqual(sorted(events), ["sync dir", "sync pending"])
 
     def test_threads_share_a_sync(self):
-        """While one sync runs others append, and the next sync is for all of
-        them (group commit)."""
+        """While one sync runs others gather, and the next append and sync are
+        for all of them (group commit)."""
         queue, n = self.queue, 8
         start = len(file_lines(self.path, "pending"))
         real, syncs = tq._sync, []
 
+        def gathered():
+            lines = len(file_lines(self.path, "pending")) - start
+            return lines + len(queue._engine._turns._waiting) == n
+
         def slow(fd):
             syncs.append(fd)
-            eventually(lambda: len(file_lines(self.path, "pending")) == start + n)
+            eventually(gathered)
             real(fd)
 
         with mock.patch.object(tq, "_sync", slow):

@@ -1397,6 +1397,7 @@ class _FileCore(_Engine):
         self._holder: _Holder | None = None
         self._index = _Index()
         self._looked = -math.inf
+        self._turns = _Turns()
         self._lapses_left: collections.deque[_Lease] = collections.deque()
         self._watch = _Watch()
         self._compact_above = _MIB
@@ -1709,12 +1710,71 @@ class _FileCore(_Engine):
         )
 
 
+class _Turn:
+    """A thread's durable put among those of others."""
+
+    def __init__(self, new: _New) -> None:
+        self.new = new
+        self.thread = threading.get_ident()
+        self.jobs: list[Job] = []
+        self.ticket: _Ticket | None = None
+        self.leads = False
+        self.gate: threading.Lock | None = None
+        self.batch: list[_Turn] = []  # those that it leads
+
+
+class _Turns:
+    """Who leads, and who waits: for the leader's work, or to lead next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting: list[_Turn] = []
+        self._leader: _Turn | None = None
+
+    def enter(self, turn: _Turn) -> bool:
+        """True: lead.  Else a leader has worked for this turn, or failed."""
+        with self._lock:
+            self._waiting.append(turn)
+            # A signal handler's put must not wait for its own thread.
+            if self._leader is None or self._leader.thread == turn.thread:
+                turn.leads, self._leader = True, turn
+                return True
+            turn.gate = threading.Lock()
+            turn.gate.acquire()
+        turn.gate.acquire()
+        return turn.leads
+
+    def take(self, turn: _Turn) -> list[_Turn]:
+        """All that wait, for the leader to work for."""
+        with self._lock:
+            turn.batch, self._waiting = self._waiting, []
+            return turn.batch
+
+    def leave(self, turn: _Turn) -> None:
+        """End a turn, however it went; a leader hands on and wakes its batch."""
+        with self._lock:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            woken, turn.batch = turn.batch, []
+            if self._leader is turn:
+                self._leader = self._waiting[0] if self._waiting else None
+                if self._leader is not None:
+                    self._leader.leads = True
+                    woken = [self._leader, *woken]
+            turn.leads = False
+        for other in woken:
+            if other is not turn and other.gate is not None:
+                other.gate.release()
+
+
 class _FileLeases(_FileCore):
     """Putting, leasing, and telling whose lease is over."""
 
     # Insert
 
     def insert(self, new: Sequence[_New], exist_ok: bool) -> list[Job]:
+        if len(new) == 1 and new[0].id is None and self._store.fsync:
+            return self._insert_together(new[0])
         if all([item.id is None for item in new]):
             jobs, ticket = self._locked(self._insert_blind, new)
         else:
@@ -1728,13 +1788,35 @@ class _FileLeases(_FileCore):
                 del jobs, ticket  # or the traceback would keep the file open
         return cast("list[Job]", jobs)
 
-    def _insert_blind(self, new: Sequence[_New]) -> tuple[list[Job], _Ticket | None]:
+    def _insert_together(self, new: _New) -> list[Job]:
+        """One durable put: of the threads that put at the same moment, one
+        appends and syncs for all.  Without this each would wait for the lock
+        in turn, and a sync would serve half as many."""
+        turns, turn = self._turns, _Turn(new)
+        while turn.ticket is None:  # again if the leader failed before its append
+            try:
+                if turns.enter(turn):
+                    self._locked(self._insert_turns, turns.take(turn))
+                    self._commit(turn.ticket)
+            finally:
+                turns.leave(turn)
+        self._commit(turn.ticket)  # done, or failed, or left to us by the leader
+        return turn.jobs
+
+    def _insert_turns(self, batch: Sequence[_Turn]) -> None:
+        jobs, ticket = self._insert_blind([turn.new for turn in batch], many=False)
+        for turn, job in zip(batch, jobs):
+            turn.jobs, turn.ticket = [job], ticket
+
+    def _insert_blind(
+        self, new: Sequence[_New], many: bool = True
+    ) -> tuple[list[Job], _Ticket | None]:
         """Fresh generated ids have no last rev to know (I3), so nothing is
         read: a put costs the same whatever the backlog."""
         index, data = self._index, self._store.files[0]
         if self._store.look(data) or index.dirty:
             index.discard()
-        jobs, changes = self._new_jobs(new, [1] * len(new))
+        jobs, changes = self._new_jobs(new, [1] * len(new), many)
         return jobs, self._append(data, changes, durable=True)
 
     def _insert(
@@ -1765,11 +1847,12 @@ class _FileLeases(_FileCore):
         )
 
     def _new_jobs(
-        self, new: Sequence[_New], revs: Sequence[int]
+        self, new: Sequence[_New], revs: Sequence[int], many: bool = True
     ) -> tuple[list[Job], list[_Change]]:
+        """Jobs and their lines; with `many` they are all or nothing."""
         now = time.time()
         jobs, changes = [], []
-        last = len(new) - 1
+        last = len(new) - 1 if many else 0
         for i, (item, rev) in enumerate(zip(new, revs)):
             id, payload, text, priority, delay, at, retries = item
             if id is None:
@@ -1786,7 +1869,7 @@ class _FileLeases(_FileCore):
                 f'{{"id":{key},"rev":{rev},"attempts":0,"priority":{priority},'
                 f'"run_at":{run_at or 0},{lines}"created_at":{now},{limit}'
                 f'"payload":{text}',
-                "" if i == last else "+",
+                "+" if i < last else "",
             )
             state = _DELAYED if run_at else _PENDING
             changes.append(
