@@ -2118,6 +2118,26 @@ class FoundByBreakingTest(Case):
         self.assertEqual(sorted(seen), [*range(20), *range(100, 120)])
         self.assertLess(time.monotonic() - start, 5.0)
 
+    def test_threads_wait_for_a_busy_lock_side_by_side(self):
+        """Eight durable puts time out together, not one after the other."""
+        queue, holder = self.open(lock_timeout=0.5, fsync=True), self.open()
+        queue.put(0)
+        errors = []
+
+        def put():
+            try:
+                queue.put(1)
+            except tq.LockTimeoutError as exc:
+                errors.append(exc.timeout)
+
+        holder._engine._lock.acquire(True, lambda: False)
+        start = time.monotonic()
+        self.run_threads(*[put] * 8)
+        holder._engine._lock.release()
+        self.assertEqual(errors, [0.5] * 8)
+        self.assertLess(time.monotonic() - start, 2.0)
+        self.assertEqual(len(queue), 1)
+
     def test_reaping_spares_leases_with_time_left(self):
         """Only an explicit age takes a job from a living holder."""
         clock = Clock()

@@ -1718,6 +1718,7 @@ class _Turn:
         self.thread = threading.get_ident()
         self.jobs: list[Job] = []
         self.ticket: _Ticket | None = None
+        self.error: LockTimeoutError | None = None
         self.leads = False
         self.gate: threading.Lock | None = None
         self.batch: list[_Turn] = []  # those that it leads
@@ -1798,8 +1799,14 @@ class _FileLeases(_FileCore):
                 if turns.enter(turn):
                     self._locked(self._insert_turns, turns.take(turn))
                     self._commit(turn.ticket)
+            except LockTimeoutError as exc:
+                for other in turn.batch:  # they have waited as long
+                    other.error = exc
+                raise
             finally:
                 turns.leave(turn)
+            if turn.error is not None:
+                raise LockTimeoutError(str(turn.error), **vars(turn.error))
         self._commit(turn.ticket)  # done, or failed, or left to us by the leader
         return turn.jobs
 
