@@ -2545,7 +2545,7 @@ class WorkerSignalTest(WorkerCase):
         """Acknowledged, none begun afterwards, status 0; a burst is one."""
         for number in (signal.SIGTERM, signal.SIGINT):
             child = self.start(0.7)
-            for _ in range(20):
+            for _ in range(3):
                 child.send_signal(number)
             self.assertEqual(child.communicate(timeout=10)[0], "end a\n1 0 0 0 0\n")
             self.assertEqual(child.returncode, 0)
@@ -2556,7 +2556,7 @@ class WorkerSignalTest(WorkerCase):
         """At once, and uncounted."""
         child = self.start(30)
         child.send_signal(signal.SIGTERM)
-        time.sleep(0.4)  # longer than a burst
+        time.sleep(1.0)  # longer than a burst
         child.send_signal(signal.SIGTERM)
         self.assertEqual(child.communicate(timeout=5)[0], "0 0 0 1 0\n")
         self.assertEqual(self.queue.find("a").attempts, 0)

@@ -866,7 +866,7 @@ class Totals(NamedTuple):
     lost: int  # their lease ended before their handler
 
 
-_BURST = 0.2  # seconds: a group's Ctrl-C and its forwarding are one signal
+_BURST = 0.5  # seconds: a group's Ctrl-C and its forwarding are one signal
 
 
 class Worker:
@@ -1014,7 +1014,7 @@ class Worker:
             # is one signal, and one some time after stop() is the second.
             now = time.monotonic()
             if now - last.get(signum, -math.inf) > _BURST:
-                again = not self._signals and now - self._stopped_at > 5 * _BURST
+                again = not self._signals and now - self._stopped_at > 2 * _BURST
                 self._signals += 2 if again else 1
             last[signum] = now
             self._emptied = False
