@@ -1722,6 +1722,7 @@ class _Turn:
         self.leads = False
         self.gate: threading.Lock | None = None
         self.batch: list[_Turn] = []  # those that it leads
+        self.gates: list[threading.Lock] = []  # theirs, while it wakes them
 
 
 class _Turns:
@@ -1756,16 +1757,17 @@ class _Turns:
         with self._lock:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-            woken, turn.batch = turn.batch, []
             if self._leader is turn:
                 self._leader = self._waiting[0] if self._waiting else None
                 if self._leader is not None:
                     self._leader.leads = True
-                    woken = [self._leader, *woken]
+                    turn.batch.append(self._leader)
             turn.leads = False
-        for other in woken:
-            if other is not turn and other.gate is not None:
-                other.gate.release()
+            gates = [other.gate for other in turn.batch if other is not turn]
+            turn.gates += [gate for gate in gates if gate is not None]
+            turn.batch = []
+        while turn.gates:  # last in, first out: the next leader first
+            turn.gates.pop().release()
 
 
 class _FileLeases(_FileCore):
@@ -1796,15 +1798,18 @@ class _FileLeases(_FileCore):
         turns, turn = self._turns, _Turn(new)
         while turn.ticket is None:  # again if the leader failed before its append
             try:
-                if turns.enter(turn):
-                    self._locked(self._insert_turns, turns.take(turn))
-                    self._commit(turn.ticket)
-            except LockTimeoutError as exc:
-                for other in turn.batch:  # they have waited as long
-                    other.error = exc
-                raise
+                try:
+                    if turns.enter(turn):
+                        self._locked(self._insert_turns, turns.take(turn))
+                        self._commit(turn.ticket)
+                except LockTimeoutError as exc:
+                    for other in turn.batch:  # they have waited as long
+                        other.error = exc
+                    raise
+                finally:
+                    turns.leave(turn)
             finally:
-                turns.leave(turn)
+                turns.leave(turn)  # twice, for the same reason as in _locked
             if turn.error is not None:
                 raise LockTimeoutError(str(turn.error), **vars(turn.error))
         self._commit(turn.ticket)  # done, or failed, or left to us by the leader
