@@ -7,6 +7,13 @@ Knobs, from the environment:
 
     TQ_DEEP=1   more rounds of everything that repeats
     TQ_SEED=n   seed of whatever is random (default 1)
+    TQ_LIGHT=1  without the enumerations (faults, interleavings, histories)
+
+Every line and branch of the module is run without the enumerations, too; on
+Linux, with coverage.py from the dev group, this shows it:
+
+    coverage erase; TQ_LIGHT=1 coverage run -m unittest
+    coverage combine -q; coverage report
 
 The helpers come first, each with its own small test; then one class per
 behaviour, under the banners of the module and in their order.  Tests assert
@@ -67,6 +74,7 @@ from unittest import mock
 import tiny_queue as tq
 
 DEEP = os.environ.get("TQ_DEEP", "") not in ("", "0")
+LIGHT = os.environ.get("TQ_LIGHT", "") not in ("", "0")
 SEED = int(os.environ.get("TQ_SEED", "1"))
 ROOT = os.path.dirname(os.path.abspath(__file__))
 STATES = ("pending", "inflight", "dead")
@@ -816,6 +824,21 @@ class ArgumentsTest(Case):
         self.assertEqual(os.path.realpath(queue.path), os.path.realpath(self.path))
         self.assertDrains(self.open(), [1])
 
+    def test_success_takes_neither_error_nor_delay(self):
+        """They are refused, and the lease stays what it is."""
+        queue = self.open()
+        queue.put(1, id="a")
+        job = queue.get()
+        for options in ({"error": "e"}, {"delay": 1}):
+            self.assertRaises(ValueError, queue.task_done, job, **options)
+        for view in self.views(queue):
+            self.assertEqual(view.find("a").token, job.token)
+
+    def test_repr_names_the_queue(self):
+        """The absolute path, and the name."""
+        queue = self.open(name="mail")
+        self.assertEqual(repr(queue), f"Queue({self.path!r}, 'mail')")
+
 
 class NamesTest(Case):
     def test_bad_names_are_refused_at_construction(self):
@@ -970,6 +993,15 @@ class PayloadsTest(Case):
             queue.task_done(job)
         if hasattr(sys, "set_int_max_str_digits"):
             self.assertRaises(ValueError, queue.put, 10**5000)
+
+    def test_a_huge_payload_is_refused(self):
+        """One over the limit is a ValueError, one at the limit is taken."""
+        queue = self.open()
+        with mock.patch.object(tq, "_MAX_PAYLOAD", 10):
+            with self.assertRaisesRegex(ValueError, "11 bytes, at most 10"):
+                queue.put("x" * 9)
+            queue.put("x" * 8)
+        self.assertDrains(self.open(), ["x" * 8])
 
 
 class LifeTest(Case):
@@ -2387,6 +2419,22 @@ class WorkerAsyncTest(WorkerCase):
 
         self.assertEqual(asyncio.run(main()).done, 1)
 
+    def test_a_loop_that_hangs_is_left_behind(self):
+        """A callback that blocks the loop does not keep run_forever."""
+        go, loops = threading.Event(), []
+
+        async def handler(job):
+            loops.append(asyncio.get_running_loop())
+            loops[0].call_soon(loops[0].call_soon, go.wait)  # once this is done
+
+        self.addCleanup(go.set)
+        self.queue.put(1)
+        self.assertEqual(self.work(handler).done, 1)
+        self.assertTrue(loops[0].is_running())
+        go.set()
+        eventually(lambda: not loops[0].is_running())
+        loops[0].close()
+
 
 class WorkerLimitsTest(WorkerCase):
     """When a worker stops, and what it leaves behind."""
@@ -2445,6 +2493,69 @@ class WorkerLimitsTest(WorkerCase):
         seen = []
         self.work(lambda job: seen.append((job.id, job.attempts)))
         self.assertEqual(seen, [("a", 2)])
+
+    def test_it_reaps_while_it_runs(self):
+        """A job whose holder dies meanwhile is given back, with no get to ask."""
+        self.queue.put_many([1, 2], ids=["a", "b"])
+        given_back = threading.Event()
+        logs = []
+
+        def handler(job):
+            if job.id == "a":
+                child = self.child("queue.get(); os.kill(os.getpid(), 9)")
+                child.wait(10)
+                logs.append(given_back.wait(PATIENCE))
+
+        def reap():
+            count = tq.Queue.reap_stale(self.queue)
+            if count:
+                given_back.set()
+            return count
+
+        with mock.patch.object(self.queue, "reap_stale", reap):
+            with mock.patch.object(tq, "_TICK", 0.0):
+                totals = self.work(handler)
+        self.assertEqual((logs, totals.done), ([True], 2))
+
+    def test_a_failing_reap_is_survived(self):
+        """It is logged, and the jobs are run all the same."""
+        self.queue.put(1)
+        error = tq.QueueError("disk full")
+        with mock.patch.object(self.queue, "reap_stale", side_effect=error):
+            with self.assertLogs("tiny_queue", "ERROR") as logs:
+                self.assertEqual(self.work(lambda job: None).done, 1)
+        self.assertIn("cannot reap: disk full", logs.output[0])
+
+    def test_a_queue_closed_under_it_ends_it(self):
+        """Its job is not counted, and is pending again."""
+        self.queue.put(1, id="a")
+        with self.assertLogs("tiny_queue", "ERROR") as logs:
+            totals = self.work(lambda job: self.queue.close(), stop_when_empty=False)
+        self.assertEqual(totals, tq.Totals(0, 0, 0, 0, 0))
+        self.assertIn("job a not settled as done", logs.output[0])
+        with tq.Queue(self.path, fsync=False) as later:
+            self.assertEqual(later.get().id, "a")
+
+    def test_stopped_while_it_gets(self):
+        """A job that a get brings after stop() is given back uncounted, and an
+        error that it raises is not waited out."""
+        self.queue.put(1, id="a")
+        get, found = self.queue.get, []
+
+        def last(timeout):
+            worker.stop()
+            found.append(get())
+            if len(found) == 2:
+                raise tq.QueueError("disk full")
+            return found[0]
+
+        worker = tq.Worker(self.queue, lambda job: self.fail("it must not run"))
+        with mock.patch.object(self.queue, "get", last):
+            self.assertEqual(worker.run_forever(), tq.Totals(0, 0, 0, 1, 0))
+            self.assertEqual(self.queue.find("a").attempts, 0)
+            with mock.patch.object(worker, "_wait_out") as waited:
+                self.assertEqual(worker.run_forever(), tq.Totals(0, 0, 0, 0, 0))
+        self.assertEqual((found[0].id, waited.mock_calls), ("a", []))
 
 
 class WorkerLeaseTest(WorkerCase):
@@ -2518,6 +2629,65 @@ class WorkerLeaseTest(WorkerCase):
                 self.assertEqual(self.work(lambda job: None).done, 1)
         self.assertEqual(len(logs.output), 3)
 
+    def failing(self, name, error, after=None):
+        """queue.name raises the error; then it sets an event and works again."""
+        real, raised = getattr(self.queue, name), []
+
+        def call(*args, **kwargs):
+            if not raised:
+                raised.append(error)
+                raise error
+            if after is not None:
+                after.set()
+            return real(*args, **kwargs)
+
+        return mock.patch.object(self.queue, name, call)
+
+    def test_a_failed_renewal_is_tried_again(self):
+        """The error is logged, and the lease renewed the next time."""
+        renewed = threading.Event()
+        self.queue.put(1)
+        with self.failing("extend", tq.QueueError("disk full"), renewed):
+            with self.assertLogs("tiny_queue", "ERROR") as logs:
+                totals = self.work(lambda job: renewed.wait(PATIENCE))
+        self.assertEqual((totals.done, renewed.is_set()), (1, True))
+        self.assertIn("cannot renew the lease", logs.output[0])
+
+    def test_a_lost_lease_is_not_renewed_again(self):
+        """One LeaseLostError, and extend is not called for that job any more."""
+        self.queue.put(1, id="a")
+        self.queue.put(2, id="b")
+        extend, extended = self.queue.extend, []
+
+        def recorded(job, seconds):
+            extended.append(job.id)
+            return extend(job, seconds)
+
+        def handler(job):
+            if job.id == "a":
+                tq.Queue(self.path, fsync=False).cancel("a")
+            eventually(lambda: extended.count("b") >= 2)
+
+        with mock.patch.object(self.queue, "extend", recorded):
+            totals = self.work(handler, concurrency=2)
+        self.assertEqual(totals, tq.Totals(1, 0, 0, 0, 1))
+        self.assertEqual(extended.count("a"), 1)
+
+    def test_a_stopping_worker_gives_up_on_a_sick_queue(self):
+        """A job that cannot be settled then is left to the worker's death."""
+        self.queue.put(1)
+        error = tq.QueueError("disk full")
+
+        def handler(job):
+            worker.stop()
+
+        worker = tq.Worker(self.queue, handler)
+        with mock.patch.object(self.queue, "task_done", side_effect=error) as done:
+            with mock.patch.object(worker, "_wait_out", lambda pause, exc: pause + 0.6):
+                self.assertEqual(worker.run_forever(), tq.Totals(0, 0, 0, 0, 0))
+        self.assertEqual(done.call_count, 3)
+        self.assertEqual(self.queue.stats().inflight, 1)
+
 
 class WorkerSignalTest(WorkerCase):
     """SIGTERM and SIGINT, as a service manager sends them."""
@@ -2589,6 +2759,43 @@ class WorkerSignalTest(WorkerCase):
         thread.start()
         thread.join(10)
         self.assertEqual(during, [before])
+
+    def test_signals_are_left_alone_if_so_asked(self):
+        """handle_signals=False installs nothing."""
+        before, during = signal.getsignal(signal.SIGTERM), []
+        self.queue.put(1)
+        self.work(
+            lambda job: during.append(signal.getsignal(signal.SIGTERM)),
+            handle_signals=False,
+        )
+        self.assertEqual(during, [before])
+
+    def test_a_burst_is_one_signal(self):
+        """The second of two within the burst's time does not give the job back."""
+        self.queue.put(1)
+
+        def handler(job):
+            for count in (1, 2):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+                eventually(lambda: len(clock) >= count)
+
+        clock = []
+
+        def monotonic():
+            if sys._getframe(1).f_code.co_name == "count":
+                clock.append(1)
+            return time.monotonic()
+
+        with patched("time", monotonic=monotonic), mock.patch.object(tq, "_BURST", 60):
+            totals = self.work(handler, stop_when_empty=False)
+        self.assertEqual((totals, len(clock)), (tq.Totals(1, 0, 0, 0, 0), 2))
+
+    def test_a_second_signal_ends_the_waiting_for_a_sick_queue(self):
+        """A pause between two tries does not keep a worker that must go."""
+        worker = tq.Worker(self.queue, print)
+        worker._signals = 2
+        with patched("time", sleep=lambda seconds: self.fail("it sleeps")):
+            self.assertEqual(worker._wait_out(4.0, tq.QueueError("disk full")), 8.0)
 
 
 # Engine contract
@@ -10759,6 +10966,8 @@ def load_tests(loader, tests, pattern):
         and not any(isinstance(case, EnumerationsTest) for case in group)
         for case in group
     )
+    if LIGHT:
+        return suite
     EnumerationsTest.start()
     suite.addTest(EnumerationsTest("test_enumerations"))
     return suite
