@@ -2777,7 +2777,10 @@ class WorkerSignalTest(WorkerCase):
         def handler(job):
             for count in (1, 2):
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-                eventually(lambda: len(clock) >= count)
+                eventually(functools.partial(counted, count))
+
+        def counted(count):
+            return len(clock) >= count
 
         clock = []
 
@@ -4504,6 +4507,224 @@ class PrimitivesTest(Case):
         for view in self.views(queue):
             self.assertEqual([job.payload for job in view.jobs()], ["first", "third"])
 
+    def test_macos_syncs_the_disk_s_cache_too(self):
+        """Where there is F_FULLFSYNC, each sync of a file is one."""
+        calls = []
+
+        def control(fd, command, *rest):
+            if command == "full":
+                return calls.append(stat.S_ISREG(os.fstat(fd).st_mode))
+            return fcntl.fcntl(fd, command, *rest)
+
+        with patched("fcntl", F_FULLFSYNC="full", fcntl=control):
+            self.open(fsync=True).put(1)
+        self.assertEqual(calls, [True])
+
+    def test_the_way_to_a_queue_is_synced_as_far_as_it_is_ours(self):
+        """Up to where another file system begins, or one may not read."""
+        for end in ("device", "mode"):
+            path = os.path.join(self.dir, end, "a", "b")
+            os.makedirs(path)
+            top, synced = os.path.dirname(os.path.dirname(path)), []
+
+            def sync(path, end=end, top=top, synced=synced):
+                if path == top and end == "mode":
+                    raise PermissionError(errno.EACCES, "no", path)
+                synced.append(path)
+
+            def look(path, end=end, top=top):
+                other = path == top and end == "device"
+                return types.SimpleNamespace(st_dev=other)
+
+            with patched("os", stat=look), mock.patch.object(tq, "_sync_path", sync):
+                tq._sync_ancestors(path)
+            self.assertEqual(synced, [os.path.dirname(path)])
+
+    def test_a_rewritten_file_keeps_its_owner_where_that_is_allowed(self):
+        """fchown is tried if the owner is another; its refusal does not matter."""
+        owners = iter([(7, 8), (1, 1)] * 2)
+
+        def owned(fd):
+            uid, gid = next(owners)
+            return types.SimpleNamespace(st_uid=uid, st_gid=gid, st_mode=0o100640)
+
+        refused = PermissionError(errno.EPERM, "only root may")
+        for effect in (None, refused):
+            fchown = mock.Mock(side_effect=effect)
+            with patched("os", fstat=owned, fchown=fchown):
+                tq._keep_mode(1, 2)
+            fchown.assert_called_once_with(1, 7, 8)
+
+
+class WindowsOS(Patched):
+    """os as the module finds it on Windows: less of it, and a file that is
+    open cannot be replaced or removed."""
+
+    MISSING = set("pread fdatasync fchown fchmod fork register_at_fork".split())
+    MISSING |= {"O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "sysconf", "getuid"}
+
+    def __getattr__(self, name):
+        if name in self.MISSING:
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    @staticmethod
+    def is_open(path):
+        """Whether the module has it open."""
+        fds = [file.fd for file in list(tq._FDS) if file.fd >= 0]
+        return any(os.path.samestat(os.fstat(fd), os.stat(path)) for fd in fds)
+
+    def open(self, path, flags, mode=0o777):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "a directory", path)
+        return os.open(path, flags, mode)
+
+    def replace(self, source, target):
+        for path in (source, target):
+            if os.path.exists(path) and self.is_open(path):
+                raise PermissionError(errno.EACCES, "is open", path)
+        os.replace(source, target)
+
+
+class WindowsLock:
+    """msvcrt's lock: of the bytes from the descriptor's place on."""
+
+    LK_NBLCK, LK_UNLCK = 2, 0
+
+    def __init__(self):
+        self.held = {}
+
+    def locking(self, fd, mode, length):
+        place = os.lseek(fd, 0, os.SEEK_CUR)
+        key = (os.fstat(fd).st_ino, place, length)
+        if self.held.setdefault(key, fd) != fd:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        if mode == self.LK_UNLCK:
+            del self.held[key]
+
+
+class WindowsTest(Case):
+    """What Windows has instead, simulated: never run on a real one."""
+
+    def setUp(self):
+        super().setUp()
+        self.os, self.lock = WindowsOS(os), WindowsLock()
+        fakes = {"os": self.os, "msvcrt": self.lock, "fcntl": None, "_WINDOWS": True}
+        for name, fake in fakes.items():
+            patch = mock.patch.object(tq, name, fake)
+            patch.start()
+            self.addCleanup(patch.stop)
+        ear = mock.patch.object(tq, "_ear", tq._Ear)  # no CDLL(None) there
+        ear.start()
+        self.addCleanup(ear.stop)
+
+    def assertLetGo(self):
+        """No data file is open, and nobody holds the lock."""
+        for state in STATES:
+            if os.path.exists(file_of(self.path, state)):
+                self.assertFalse(self.os.is_open(file_of(self.path, state)), state)
+        self.assertEqual(self.lock.held, {})
+
+    def test_a_job_s_life(self):
+        """Each operation lets the files go, and two objects agree throughout."""
+        one, two = (self.open(fsync=True, max_retries=0) for _ in range(2))
+        calls = [
+            lambda: one.put("a", id="a"),
+            lambda: two.put_many(list("bc"), ids=list("bc")),
+            lambda: one.bury(one.get(), "x"),
+            lambda: two.requeue_dead(),
+            lambda: one.extend(one.get()),
+            lambda: one.compact(),
+            lambda: two.cancel("c"),
+            lambda: two.compact(),
+        ]
+        for call in calls:
+            call()
+            self.assertLetGo()
+            self.assertEqual(one.stats(), two.stats())
+        self.assertEqual(two.find("b").state, "inflight")
+        self.assertDrains(self.open(), ["a"])
+
+    def test_the_lock_excludes(self):
+        """Who comes meanwhile waits, and is told that it is busy."""
+        one, two = self.open(), self.open(lock_timeout=0.05)
+        one.put(1)
+        found = []
+
+        def write(fd, data):
+            with self.assertRaises(tq.LockTimeoutError) as caught:
+                two.put(2)
+            found.append(caught.exception.pid)
+            return os.write(fd, data)
+
+        with patched("os", write=write):
+            one.put(3)
+        self.assertEqual(found, [None])
+        self.assertDrains(self.open(), [1, 3])
+
+    def test_an_operation_goes_on_after_a_compaction(self):
+        """One that meets damage sets it aside and compacts first; also if that
+        fails since another program has the file open."""
+        for others in (False, True):
+            name = f"q{others}"
+            queue = self.open(name=name)
+            queue.put_many([1, 2], ids=list("ab"))
+            with open(file_of(self.path, "pending", name), "ab") as file:
+                file.write(b"damage\n")
+            fakes = {"replace": mock.Mock(side_effect=PermissionError)}
+            with patched("os", **fakes if others else {}):
+                with patched("time", sleep=lambda seconds: None):
+                    queue.put(3, id="c")
+            for view in self.views(queue):
+                self.assertEqual(view.stats()[:4], (3, 0, 0, 0))
+                self.assertGreater(view.stats().damaged, 0)
+
+    def test_others_compact_between_append_and_sync(self):
+        """The put is acknowledged: the compaction has synced it."""
+        queue = self.open(fsync=True)
+        commit = queue._engine._commit
+
+        def late(ticket):
+            self.open().compact()
+            commit(ticket)
+
+        with mock.patch.object(queue._engine, "_commit", late):
+            queue.put(2, id="b")  # into a file that stays
+            queue.cancel("b")  # that is replaced
+        self.assertLetGo()
+        self.assertEqual(len(self.open()), 0)
+
+    def test_readers_share_a_descriptor(self):
+        """Another thread's read does not fall between a seek and its read."""
+        path = os.path.join(self.dir, "f")
+        pathlib.Path(path).write_bytes(b"0123456789")
+        file, found = tq._Fd(path, os.O_RDONLY), []
+
+        def lseek(fd, place, how):
+            if threading.current_thread() is threading.main_thread():
+                other.start()
+                other.join(0.05)
+            return os.lseek(fd, place, how)
+
+        other = threading.Thread(target=lambda: found.append(tq._pread(file.fd, 2, 8)))
+        with patched("os", lseek=lseek):
+            self.assertEqual(tq._pread(file.fd, 2, 3), b"34")
+            other.join()
+        self.assertEqual(found, [b"89"])
+
+    def test_a_file_replaced_under_an_iteration(self):
+        """jobs() says so, since its file could not stay open."""
+        queue = self.open()
+        queue.put_many([1, 2], ids=list("ab"))
+        jobs = queue.jobs()
+        next(jobs)
+        queue.stats()  # which lets go what was read
+        self.open().cancel("a")
+        self.open().compact()
+        with self.assertRaisesRegex(tq.QueueError, "call it again"):
+            next(jobs)
+        self.assertEqual([job.id for job in queue.jobs()], ["b"])
+
 
 # Lock: of the queue, and of its holders' lives
 # -----------------------------------------------------------------------------
@@ -4701,6 +4922,88 @@ class LockTest(Case):
             with self.assertRaisesRegex(tq.QueueError, "network file system"):
                 self.open().get()
         self.assertEqual(self.open().get().payload, 1)
+
+    def test_a_busy_thread_lock_times_out_too(self):
+        """A thread that waits for another thread's call gets LockTimeoutError."""
+        queue = self.open(lock_timeout=0.05)
+        writing, go = threading.Event(), threading.Event()
+        self.addCleanup(go.set)
+
+        def write(fd, data):
+            writing.set()
+            go.wait(PATIENCE)
+            return os.write(fd, data)
+
+        queue.put(1)
+        with patched("os", write=write):
+            thread = threading.Thread(target=queue.put, args=(2,))
+            thread.start()
+            writing.wait(PATIENCE)
+            self.assertRaises(tq.LockTimeoutError, queue.stats)
+            go.set()
+            thread.join()
+        self.assertDrains(queue, [1, 2])
+
+    def test_a_holder_that_the_system_does_not_tell(self):
+        """Without /proc/locks the error has no pid, and says who it can be."""
+        queue = self.open(lock_timeout=0.05)
+        queue.put(1)
+        child = self.spawn(hold_lock, self.path)
+        child.hear()
+
+        def opened(path, *args):
+            if path == "/proc/locks":
+                raise FileNotFoundError(errno.ENOENT, "no such file", path)
+            return os.open(path, *args)
+
+        with patched("os", open=opened):
+            with self.assertRaisesRegex(tq.LockTimeoutError, "another") as caught:
+                queue.put(2)
+        self.assertIsNone(caught.exception.pid)
+
+    def test_a_failing_flock_is_no_missing_one(self):
+        """EIO is reported as what it is, with no advice to do without."""
+        queue = self.open()
+        error = OSError(errno.EIO, "Input/output error")
+        with patched("fcntl", flock=mock.Mock(side_effect=error)):
+            with self.assertRaises(tq.QueueError) as caught:
+                queue.put(1)
+        self.assertEqual(caught.exception.errno, errno.EIO)
+        self.assertNotIn("cross_process_lock", str(caught.exception))
+
+    def lock_bytes(self, error=None):
+        """fcntl without locks of open file descriptions, or refusing them."""
+        names = {name: getattr(fcntl, name) for name in dir(fcntl)}
+        if error is None:
+            names = {key: names[key] for key in names if "OFD" not in key}
+            return mock.patch.object(tq, "fcntl", types.SimpleNamespace(**names))
+        return patched("fcntl", fcntl=mock.Mock(side_effect=error))
+
+    def test_without_locks_of_open_files_time_decides(self):
+        """An old kernel's, or another system's: a live lease is respected, and
+        one that ran out is over."""
+        old_kernel = OSError(errno.EINVAL, "Invalid argument")
+        for n, error in enumerate((None, old_kernel)):
+            clock = Clock()
+            with self.lock_bytes(error), clock.patch():
+                queue, other = (self.open(name=f"q{n}") for _ in range(2))
+                queue.put(1, id="a")
+                job = queue.get(lease_timeout=60.0)
+                self.assertIsNone(other.get())
+                self.assertEqual(other.reap_stale(), 0)
+                clock.jump(61, 61)
+                self.assertEqual(other.get().id, "a")
+                self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+
+    @unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "no such locks here")
+    def test_a_holder_s_lock_that_fails_fails_the_get(self):
+        """ENOLCK, say: the job is not leased without its proof of life."""
+        self.open().put(1, id="a")
+        with self.lock_bytes(OSError(errno.EIO, "Input/output error")):
+            with self.assertRaises(tq.QueueError) as caught:
+                self.open().get()
+        self.assertEqual(caught.exception.errno, errno.EIO)
+        self.assertEqual(self.open().find("a").state, "pending")
 
 
 @unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "proofs of life need Linux")
