@@ -4701,10 +4701,11 @@ class WindowsTest(Case):
         file, found = tq._Fd(path, os.O_RDONLY), []
 
         def lseek(fd, place, how):
+            place = os.lseek(fd, place, how)
             if threading.current_thread() is threading.main_thread():
                 other.start()
                 other.join(0.05)
-            return os.lseek(fd, place, how)
+            return place
 
         other = threading.Thread(target=lambda: found.append(tq._pread(file.fd, 2, 8)))
         with patched("os", lseek=lseek):
