@@ -1269,6 +1269,18 @@ class LifeTest(Case):
             self.assertEqual(queue.purge("pending"), 1)
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
+    def test_a_job_is_delivered_though_others_cannot_be_given_back(self):
+        """A failing take-back of lapsed jobs is logged: the get has its job."""
+        queue = self.open(max_retries=0)
+        queue.put_many([1, 2], ids=["a", "b"])
+        queue.get(lease_timeout=1.0)
+        error, clock = tq.QueueError("disk full"), Clock()
+        clock.jump(60, mono=60)
+        with clock.patch(), self.assertLogs("tiny_queue", "WARNING") as logs:
+            with mock.patch.object(queue._engine, "give_back", side_effect=error):
+                self.assertEqual(queue.get().id, "b")
+        self.assertIn("lapsed jobs not given back: disk full", logs.output[0])
+
 
 class RetryTest(Case):
     def test_the_backoff_is_asked_with_the_attempt(self):
@@ -3097,6 +3109,57 @@ class HandWrittenTest(Case):
         self.write("inflight", b'{"id":"a","rev":2,"done":true}\n', "ab")
         self.assertRaises(tq.JobNotFoundError, self.open().find, "a")
 
+    def test_null_is_what_is_missing(self):
+        """A key that says null has its default, and keeps no trace of it."""
+        self.write("pending", b'{"id":"a","priority":null,"payload":1}\n')
+        for view in self.views(self.open()):
+            self.assertEqual(view.find("a").priority, 0)
+
+    def test_a_sealed_line_need_not_be_ascii(self):
+        """Raw UTF-8 under a checksum is another program's way to write."""
+        text = json.dumps({"id": "ä", "rev": 1, "payload": "漢"}, ensure_ascii=False)
+        self.write("pending", seal(text))
+        for view in self.views(self.open()):
+            self.assertEqual(view.find("ä").payload, "漢")
+
+    def test_flaws_of_single_keys(self):
+        """A text that is none, a checksum that is not last, a rev out of range:
+        each is one damaged line."""
+        flaws = [
+            b'{"id":"a","last_error":5,"payload":1}\n',
+            b'{"crc":"00000000","id":"a","payload":1}\n',
+            seal({"id": "a", "rev": 2**28 + 1, "payload": 1}),
+        ]
+        for line in flaws:
+            self.write("pending", line)
+            queue = self.open()
+            self.assertEqual([d.line for d in queue.verify()], [1], line)
+            self.assertEqual(queue.stats()[:5], (0, 0, 0, 0, 1), line)
+            shutil.rmtree(self.path)
+
+    def test_deep_nesting_under_a_checksum_is_damage(self):
+        """However deep: the parser's own limit is not met."""
+        for depth in (tq._MAX_DEPTH + 1, 200_000):
+            text = '{"id":"a","rev":1,"payload":' + "[" * depth + "]" * depth + "}"
+            self.write("pending", seal(text))
+            self.assertIn("nested deeper", self.open().verify()[0].reason)
+
+    def test_a_caller_s_full_stack_is_not_damage(self):
+        """RecursionError over a sound line is the caller's, and costs nothing."""
+        queue = self.open()
+        queue.put(1, id="a")
+        with mock.patch.object(tq, "_scan", side_effect=RecursionError):
+            self.assertRaises(RecursionError, self.open().find, "a")
+        for view in self.views(queue):
+            self.assertEqual((view.find("a").payload, view.stats().damaged), (1, 0))
+
+    def test_blank_lines_are_no_damage(self):
+        """To verify() neither."""
+        self.write("pending", b'\n{"id":"a","payload":1}\n \n')
+        queue = self.open()
+        self.assertEqual(queue.verify(), [])
+        self.assertDrains(queue, [1])
+
 
 class DamageTest(Case):
     def kept(self):
@@ -3262,6 +3325,31 @@ class DamageTest(Case):
         self.write("pending", lines[0] + lines[2])
         self.check("ac", 0)
 
+    def test_verify_tells_of_a_sound_line_that_was_set_aside(self):
+        """One of an unfinished write is not wrong by itself."""
+        self.open().put(1)
+        lines = [seal({"id": id, "rev": 1, "payload": 1}, "+") for id in "ab"]
+        self.write("pending", b"".join(lines), "ab")
+        queue = self.open()
+        self.assertEqual(queue.stats()[:5], (1, 0, 0, 0, 2))
+        reasons = [damage.reason for damage in queue.verify()]
+        self.assertEqual(
+            reasons, ["set aside; sound by itself, of an unfinished write"] * 2
+        )
+
+    def test_verify_of_a_file_that_shrinks(self):
+        """Cut while it is read: said so, at the line where it ends."""
+        queue = self.open()
+        queue.put_many([1, 2])
+
+        def pread(fd, length, place):
+            self.write("pending", file_lines(self.path, "pending")[0])
+            return os.pread(fd, length, place)
+
+        with patched("os", pread=pread):
+            (damage,) = queue.verify()
+        self.assertIn("shrank", damage.reason)
+
 
 class TailTest(Case):
     FIRST = {
@@ -3342,6 +3430,45 @@ class TailTest(Case):
                     again = [(job.id, job.state) for job in other.jobs()]
                 self.assertEqual(seen, again)
                 shutil.rmtree(copied)
+
+    def test_verify_tells_of_a_torn_last_line(self):
+        """Before anybody has cut it."""
+        self.write("pending", b'{"id":"a","payload":1}\n{"id":"b","pay')
+        (damage,) = self.open().verify()
+        self.assertEqual(damage.line, 2)
+        self.assertIn("torn write", damage.reason)
+
+    def test_the_count_of_a_large_write(self):
+        """Over several chunks: a line too few or a hole of NULs voids it all,
+        and one that is whole stays."""
+        with mock.patch.object(tq, "_CHUNK", 1000):
+            self.open().put_many(range(100))
+            lines = file_lines(self.path, "pending")
+            hole = lines[:50] + [b"\0" * len(lines[50])] + lines[51:]
+            for found, count in ((lines, 100), (lines[1:], 0), (hole, 0)):
+                self.write("pending", b"".join(found))
+                self.assertEqual(len(self.open()), count)
+                shutil.rmtree(self.path)
+
+    def test_the_count_of_lines_longer_than_a_chunk(self):
+        """Those are counted one by one."""
+        with mock.patch.object(tq, "_CHUNK", 1000):
+            self.open().put_many(["x" * 3000] * 3)
+            lines = file_lines(self.path, "pending")
+            for found, count in ((lines, 3), (lines[1:], 0)):
+                self.write("pending", b"".join(found))
+                self.assertEqual(len(self.open()), count)
+                shutil.rmtree(self.path)
+
+    def test_a_newline_that_cannot_be_written_is_imagined(self):
+        """On a read-only disk a sound last line counts, short and long."""
+        line = seal({"id": "a", "rev": 1, "payload": "x" * 2000})[:-1]
+        self.write("pending", line)
+        with ReadOnlyTest.erofs(self):
+            queue = self.open()
+            self.assertEqual(queue.find("a").payload, "x" * 2000)
+            self.assertEqual(queue.stats().pending, 1)
+        self.assertEqual(file_bytes(self.path, "pending"), line)
 
 
 # Index
@@ -3447,6 +3574,69 @@ class BacklogTest(Case):
         self.assertEqual(ids, ["job-0", "job-1", "job-2"])
         for view in self.views(queue):
             self.assertEqual(view.stats()[:4], (3997, 0, 4, 0))
+
+    def test_a_long_order_forgets_its_head(self):
+        """Thousands of gets in a row keep the order, whatever the memory does."""
+        queue = self.open()
+        queue.put_many(range(9000))
+        found = [job.payload for _ in range(90) for job in queue.get_many(100)]
+        self.assertEqual(found, list(range(9000)))
+        (order,) = queue._engine._index.orders.values()
+        self.assertLess(len(order.places), 9000)
+
+    def big_steps(self):
+        """Read ahead of the lock from the first byte on."""
+        return mock.patch.object(tq, "_READ_AHEAD", 0)
+
+    def test_reading_ahead_leaves_a_half_changed_index_alone(self):
+        """Another thread was interrupted meanwhile: it is still to be forgotten."""
+        queue = self.open()
+        queue.put(1, id="a")
+        queue.stats()
+        index = queue._engine._index
+        index.entries.clear()
+        index.dirty = True
+        queue._engine._read_ahead()
+        self.assertTrue(index.dirty)
+        self.assertEqual(queue.find("a").payload, 1)
+
+    def test_a_file_restored_before_it_is_read_ahead(self):
+        """Written anew in place: all is read from its beginning."""
+        queue = self.open()
+        queue.put(1, id="a")
+        queue.stats()
+        lines = b"".join(
+            seal({"id": f"r{n}", "rev": 1, "payload": n}) for n in range(9)
+        )
+        self.write("pending", lines)
+        with self.big_steps():
+            queue._engine._index.careful = False
+            queue._engine._store.files[0].size = len(lines)
+            queue._engine._read_ahead()
+        for view in self.views(queue):
+            self.assertEqual(len(list(view.jobs())), 9)
+
+    def test_errors_of_reading_ahead(self):
+        """A failing disk raises; a file that shrinks is read anew."""
+        self.open().put_many(range(9))
+        queue = self.open()
+
+        def failing(fd, length, place):
+            if not queue._engine._lock._flocked and length > 100:
+                if effects:
+                    return effects.pop()()
+            return os.pread(fd, length, place)
+
+        def fail():
+            raise OSError(errno.EIO, "Input/output error")
+
+        effects = [lambda: b"", fail]
+        with self.big_steps(), patched("os", pread=failing):
+            with self.assertRaises(tq.QueueError) as caught:
+                queue.stats()
+            self.assertEqual(caught.exception.errno, errno.EIO)
+            self.assertEqual(len(list(queue.jobs())), 9)
+        self.assertEqual(effects, [])
 
 
 # Store: the files, their tails, and what of them is on disk
