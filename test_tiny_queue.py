@@ -3160,6 +3160,17 @@ class HandWrittenTest(Case):
         self.assertEqual(queue.verify(), [])
         self.assertDrains(queue, [1])
 
+    def test_deep_nesting_in_a_line_like_ours_is_damage(self):
+        """Met when the job is leased, as payloads are not read before that."""
+        self.open().put(0, id="a")
+        (line,) = file_lines(self.path, "pending")
+        deep = "[" * 200_000 + "]" * 200_000
+        text = line.decode().replace('"payload":0', f'"payload":{deep}')
+        self.write("pending", seal(text[: text.rindex(',"crc"')] + "}"))
+        for view in self.views(self.open()):
+            self.assertIsNone(view.get())
+            self.assertEqual(view.stats()[:5], (0, 0, 0, 0, 1))
+
 
 class DamageTest(Case):
     def kept(self):
@@ -3630,7 +3641,7 @@ class BacklogTest(Case):
         def fail():
             raise OSError(errno.EIO, "Input/output error")
 
-        effects = [lambda: b"", fail]
+        effects = [bytes, bytes, fail]
         with self.big_steps(), patched("os", pread=failing):
             with self.assertRaises(tq.QueueError) as caught:
                 queue.stats()
@@ -3989,6 +4000,51 @@ class CompactionTest(Case):
             self.assertRaises(tq.QueueError, queue.compact)
         self.assertEqual([n for n in os.listdir(self.path) if "tmp" in n], [])
         self.assertDrains(queue, [3])
+
+    def test_a_failing_one_unasked_costs_only_space(self):
+        """The operation succeeds; the next try waits until twice as much is
+        superseded."""
+        queue, tries = self.open(), []
+        job = queue.put("x" * 1000, id="a") and queue.get()
+
+        def replace(source, target):
+            tries.append(queue._engine._index.superseded)
+            raise OSError(errno.EIO, "Input/output error")
+
+        queue._engine._compact_above = 1000
+        with patched("os", replace=replace):
+            for _ in range(12):
+                job = queue.extend(job)
+        self.assertEqual(len(tries), 3, tries)
+        self.assertTrue(all(b > 2 * a for a, b in zip(tries, tries[1:])), tries)
+        queue.task_done(job)
+        self.assertEqual(queue.stats()[:4], (0, 0, 0, 0))
+
+    def test_one_unasked_of_files_that_change(self):
+        """What it cannot read as remembered is read anew, and nothing is lost."""
+        queue = self.open()
+        queue.put("x" * 1000, id="a")
+        job = queue.get()
+        extend = functools.partial(queue.extend, job)
+        queue._engine._compact_above = 1000
+        with mock.patch.object(tq._Index, "rewritten", side_effect=tq._StaleError):
+            extend()
+        for view in self.views(queue):
+            self.assertEqual(view.find("a").state, "inflight")
+        queue.task_done(job)
+
+    def test_none_where_nothing_may_be_written(self):
+        """Looking at a read-only queue compacts nothing."""
+        queue = self.open()
+        for _ in range(3):
+            queue.put("x" * 1000, id="a")
+            queue.cancel("a")
+        before = tree(self.dir)
+        with ReadOnlyTest.erofs(self):
+            late = self.open()
+            late._engine._compact_above = 1000
+            self.assertEqual(late.stats()[:4], (0, 0, 0, 0))
+        self.assertEqual(tree(self.dir), before)
 
 
 class FailedSyncTest(Case):
@@ -4484,6 +4540,90 @@ class ReplacedFilesTest(Case):
         shutil.rmtree(self.path)
         self.queue.put("c")
         self.assertDrains(self.queue, ["c"])
+
+
+class ChangedFilesTest(Case):
+    """Bytes that change in place, which nobody may do."""
+
+    def setUp(self):
+        super().setUp()
+        self.queue = self.open()
+        self.queue.put(1, id="a")
+        self.queue.stats()
+        self.length = len(file_bytes(self.path, "pending")) - 1
+
+    @staticmethod
+    def lying(length, *lies):
+        """The next reads of so many bytes get others than are there."""
+        lies = list(lies)
+
+        def pread(fd, wanted, place):
+            block = os.pread(fd, wanted, place)
+            return lies.pop()(block) if lies and wanted == length else block
+
+        return patched("os", pread=pread)
+
+    @staticmethod
+    def swap(block):
+        return block.replace(b'"a"', b'"b"')
+
+    def test_a_line_that_became_another_job_s_is_met(self):
+        """Swapped in place for one of the same length: all is read anew."""
+        queue = self.queue
+        (line,) = file_lines(self.path, "pending")
+        body = line[: line.rindex(b',"crc"')] + b"}"
+        self.write("pending", seal(body.replace(b'"a"', b'"b"').decode()), "rb+")
+        self.assertRaises(tq.JobNotFoundError, queue.find, "a")
+        for view in self.views(queue):
+            self.assertEqual(view.find("b").payload, 1)
+
+    def test_files_that_change_at_every_look_are_refused(self):
+        """Three tries, then an error that names the cause; nothing is lost."""
+        with self.lying(self.length, *[self.swap] * 3):
+            with self.assertRaisesRegex(tq.QueueError, "change without the lock"):
+                self.queue.find("a")
+        for view in self.views(self.queue):
+            self.assertEqual(view.find("a").payload, 1)
+
+    def test_a_head_that_shrinks_is_read_anew(self):
+        """A get that finds less than a line at its place delivers all the same."""
+        with self.lying(1024, lambda block: block[:10]):
+            self.assertEqual(self.queue.get().id, "a")
+
+    def test_lines_without_an_end_are_read_anew(self):
+        """So is a chunk that has no newline, where one had been."""
+        late = self.open()
+        late.put(2, id="b")
+        late._engine._index.discard()  # its tail is decided, and nothing read
+        size = len(file_bytes(self.path, "pending"))
+        with self.lying(size, lambda block: block.replace(b"\n", b" ")):
+            self.assertEqual(late.get().id, "a")
+
+    def test_many_changes_survive_a_file_that_changes(self):
+        """requeue_dead() counts what it has done before and after that."""
+        queue = self.open(max_retries=0, name="many")
+        queue.put_many([1, 2, 3], ids=["a", "b", "c"])
+        for job in queue.get_many(3):
+            queue.bury(job, "e")
+        reads = []
+
+        def pread(fd, length, place):
+            block = os.pread(fd, length, place)
+            reads.append(place)
+            return block[:-1] + b"x" if len(reads) == 2 else block
+
+        with mock.patch.object(tq, "_MIB", 1), patched("os", pread=pread):
+            self.assertEqual(queue.requeue_dead(), 3)
+        for view in self.views(queue, max_retries=0):
+            self.assertEqual(view.stats()[:5], (3, 0, 0, 0, 0))
+
+    def test_an_iteration_over_a_file_changed_in_place(self):
+        """jobs() says so: it has no lock under which to read anew."""
+        queue = self.queue
+        jobs = queue.jobs()
+        with self.lying(self.length, self.swap):
+            self.assertRaisesRegex(tq.QueueError, "call it again", next, jobs)
+        self.assertEqual(next(queue.jobs()).id, "a")
 
 
 class ModesTest(Case):
