@@ -3361,6 +3361,20 @@ class DamageTest(Case):
             (damage,) = queue.verify()
         self.assertIn("shrank", damage.reason)
 
+    def test_damage_and_a_compaction_that_must_read_anew(self):
+        """The operation that met it does not go on with what is forgotten."""
+        self.open().put(1, id="a")
+        self.write("pending", b"damage\n", "ab")
+        queue = self.open()
+        stale = mock.patch.object(
+            tq._FileEngine, "_compact", side_effect=tq._StaleError
+        )
+        with stale as compact:
+            compact.side_effect = [tq._StaleError, None]
+            self.assertRaises(tq.DuplicateJobError, queue.put, 2, id="a")
+        for view in self.views(queue):
+            self.assertEqual([job.payload for job in view.jobs()], [1])
+
 
 class TailTest(Case):
     FIRST = {
@@ -4046,6 +4060,20 @@ class CompactionTest(Case):
             self.assertEqual(late.stats()[:4], (0, 0, 0, 0))
         self.assertEqual(tree(self.dir), before)
 
+    def test_none_of_what_was_not_read(self):
+        """A line that appears outside the lock is read before it is rewritten."""
+        queue = self.open()
+        queue.put(1, id="a")
+        queue.cancel("a")
+        index = queue._engine._index
+        late = seal({"id": "b", "rev": 1, "payload": 2})
+        with mock.patch.object(index, "read", [0, 0, 0]):
+            self.write("pending", late, "ab")
+            with self.assertRaises(tq._StaleError):
+                queue._engine._compact()
+        queue.compact()
+        self.assertDrains(self.open(), [2])
+
 
 class FailedSyncTest(Case):
     """What a failing fsync may have lost is never called done (I9)."""
@@ -4182,6 +4210,54 @@ class FailedSyncTest(Case):
             for view in self.views(self.queue):
                 self.assertEqual([job.payload for job in view.jobs()], [0, 1, 2])
 
+    def test_damage_whose_sync_failed_is_copied(self):
+        """NAME.damaged is written anew before more is added to it (I9)."""
+        for text in (b"one\n", b"two\n"):
+            self.write("dead", text, "ab")
+            self.failures = 1
+            with contextlib.suppress(tq.QueueError):
+                self.queue.stats()
+        with open(os.path.join(self.path, "default.damaged")) as old:
+            self.queue.stats()
+            new = os.stat(os.path.join(self.path, "default.damaged"))
+            self.assertNotEqual(os.fstat(old.fileno()).st_ino, new.st_ino)
+        for view in self.views(self.queue):
+            self.assertGreaterEqual(view.stats().damaged, 2)
+            self.assertEqual([job.id for job in view.jobs()], ["b"])
+
+    def test_a_sync_that_succeeds_after_one_failed_proves_nothing(self):
+        """A file that failed meanwhile stays failed for all its writes (I9)."""
+        data = self.queue._engine._store.files[0]
+
+        def fail(fd):
+            data.inode.failed = True
+            self.queue._engine._store.sick.append(data.inode)
+
+        with mock.patch.object(tq, "_sync", fail):
+            self.assertFails(self.queue.put, 1, id="k")
+        for view in self.views(self.queue):
+            self.assertEqual([job.payload for job in view.jobs()], ["before"])
+
+    def test_a_sick_queue_without_one_of_its_files(self):
+        """Gone, and none may be made: the others are healed all the same."""
+        self.queue.put(2, id="c")
+        job = self.queue.get()
+        self.failures = 2
+        self.assertFails(self.queue.put, 1, id="k")
+        os.unlink(file_of(self.path, "dead"))
+
+        def opened(path, flags, *mode):
+            if path == file_of(self.path, "dead"):
+                if flags & os.O_CREAT:
+                    raise PermissionError(errno.EACCES, "Permission denied", path)
+            return os.open(path, flags, *mode)
+
+        with patched("os", open=opened):
+            self.assertEqual(len(self.queue), 1)
+        self.queue.task_done(job)
+        for view in self.views(self.queue):
+            self.assertEqual([job.id for job in view.jobs()], ["c"])
+
 
 class FullDiskTest(Case):
     def fill(self, jobs=100, size=1000):
@@ -4298,6 +4374,21 @@ class FullDiskTest(Case):
         self.assertEqual([name for name in names if "tmp" in name], [])
         self.assertDrains(queue, [0, 1, 2, 3, 4, "later"])
 
+    def test_no_room_for_the_ballast(self):
+        """Half of it is worse than none: that space is given back at once."""
+        lock = os.path.join(self.path, "default.lock")
+
+        def write(fd, data):
+            if len(data) > 100_000 and os.fstat(fd).st_ino == os.stat(lock).st_ino:
+                os.write(fd, b"x" * 1000)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return os.write(fd, data)
+
+        with patched("os", write=write):
+            self.open().put(1)
+        self.assertEqual(os.stat(lock).st_size, 0)
+        self.assertDrains(self.open(), [1])
+
 
 class ReadOnlyTest(Case):
     def erofs(self):
@@ -4379,6 +4470,23 @@ class ReadOnlyTest(Case):
             self.assertEqual(len(looker), 1)
         looker.put("b")
         self.assertDrains(looker, ["a", "b"])
+
+    def test_data_files_that_may_only_be_read(self):
+        """Under a lock file that may be written, looking works all the same."""
+        self.open().put("a", id="a")
+
+        def opened(path, flags, *mode):
+            if path.endswith(".jsonl") and flags & os.O_RDWR:
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return os.open(path, flags, *mode)
+
+        with patched("os", open=opened):
+            queue = self.open()
+            self.assertEqual([job.payload for job in queue.jobs()], ["a"])
+            with self.assertRaises(tq.QueueError) as caught:
+                queue.get()
+            self.assertEqual(caught.exception.errno, errno.EACCES)
+        self.assertDrains(queue, ["a"])
 
 
 class ForeignFilesTest(Case):
@@ -5627,6 +5735,43 @@ class HolderTest(Case):
                 clock.jump(jump)
                 self.assertEqual(queue.get().attempts, 2)
 
+    def test_a_renewal_keeps_the_count_of_dead_holders(self):
+        """A job whose holder died, renewed: the next death is its second."""
+        queue = self.open(backoff=lambda n: 60.0)
+        queue.put(1, id="a")
+        for renew in (False, True):
+            child = self.spawn(self.take_and_wait, self.path, renew)
+            child.hear()
+            child.kill()
+            eventually(lambda: not queue.stats().inflight or queue.reap_stale())
+            if not renew:
+                self.assertEqual(queue.stats()[:2], (1, 0))
+        self.assertEqual(queue.stats()[:2], (1, 1))  # after its backoff
+
+    @staticmethod
+    def take_and_wait(link, path, renew):
+        queue = tq.Queue(path, fsync=False)
+        job = queue.get()
+        if renew:
+            queue.extend(job)
+        link.tell()
+        link.hear()
+
+    def test_somebody_else_gives_back_first(self):
+        """What another object has given back meanwhile is not counted twice."""
+        queue, other = (self.open(max_retries=0) for _ in range(2))
+        queue.put(1, id="a")
+        queue.get(lease_timeout=60.0)
+        give_back = queue._engine.give_back
+
+        def late(verdicts):
+            self.assertEqual(other.reap_stale(0), 1)
+            return give_back(verdicts)
+
+        with mock.patch.object(queue._engine, "give_back", late):
+            self.assertEqual(queue.reap_stale(0), 0)
+        self.assertEqual(queue.find("a").state, "dead")
+
 
 class ThreadsTest(Case):
     def setUp(self):
@@ -5682,6 +5827,14 @@ class ThreadsTest(Case):
         queue = self.open(fsync=True)
         self.run_threads(*[lambda: [queue.put(n) for n in range(20)]] * 8)
         self.assertEqual(len(self.open()), 160)
+
+    def test_a_put_that_is_interrupted_before_it_works(self):
+        """The next put does not wait for it."""
+        queue = self.open(fsync=True)
+        with mock.patch.object(tq._Turns, "take", side_effect=KeyboardInterrupt):
+            self.assertRaises(KeyboardInterrupt, queue.put, 1)
+        queue.put(2)
+        self.assertDrains(self.open(), [2])
 
 
 class ProcessesTest(Case):
@@ -5874,6 +6027,133 @@ class ProcessesTest(Case):
             for thread in threads:
                 thread.join(PATIENCE)
         self.assertEqual(queue.verify(), [])
+
+    def test_a_fork_that_python_does_not_know_of(self):
+        """Its child tells by its pid: it has ids and locks of its own."""
+        queue, closed = self.open(), self.open()
+        job = queue.put(1)
+        closed.put(2)
+        with patched("os", getpid=lambda: -1):
+            child = queue.put(3)
+            closed.close()
+        self.assertNotEqual(job.id.split("-")[0], child.id.split("-")[0])
+        self.assertRaises(tq.QueueClosedError, closed.get)
+        self.assertDrains(self.open(), [1, 2, 3])
+
+
+# Waking up
+# -----------------------------------------------------------------------------
+
+
+class FakeKqueue:
+    """select.kqueue for one file: its events are changes of size."""
+
+    def __init__(self):
+        self.fd, self.size = -1, 0
+
+    def control(self, changes, count, timeout=None):
+        for event in changes or ():
+            self.fd, self.size = event.ident, os.fstat(event.ident).st_size
+        deadline = time.monotonic() + (timeout or 0)
+        while count and time.monotonic() < deadline:
+            size = os.fstat(self.fd).st_size
+            if size != self.size:
+                self.size = size
+                return ["event"]
+            time.sleep(0.002)
+        return []
+
+
+class WakingTest(Case):
+    """A waiting get hears of a put by whatever the system has."""
+
+    def assertWakes(self, ear):
+        """A put of another object ends the waiting of a get, and time does."""
+        queue, other = self.open(), self.open()
+        queue.put(0)
+        self.assertDrains(queue, [0])
+        self.assertIsNone(queue.get(timeout=0.05))
+        self.assertIs(type(queue._engine._watch._ear), ear)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(queue.get(PATIENCE)))
+        thread.start()
+        eventually(lambda: queue._engine._watch._asking)
+        began = time.monotonic()
+        other.put(1)
+        thread.join()
+        self.assertLess(time.monotonic() - began, PATIENCE / 4)
+        self.assertEqual(found[0].payload, 1)
+
+    def test_kqueue(self):
+        """macOS and the BSDs, simulated."""
+        flags = "KQ_EV_ADD KQ_EV_CLEAR KQ_FILTER_VNODE KQ_NOTE_WRITE KQ_NOTE_EXTEND"
+        flags += " KQ_NOTE_ATTRIB KQ_NOTE_DELETE KQ_NOTE_RENAME"
+
+        def kevent(ident, filter, flags, fflags):
+            return types.SimpleNamespace(ident=ident)
+
+        fake = types.SimpleNamespace(kqueue=FakeKqueue, kevent=kevent)
+        fake.__dict__.update((name, 1 << n) for n, name in enumerate(flags.split()))
+        with mock.patch.dict(sys.modules, select=fake):
+            self.assertWakes(tq._Kqueue)
+
+    def libc(self, **fakes):
+        """A C library with other functions in the place of some."""
+        import ctypes
+
+        real = ctypes.CDLL(None, use_errno=True)
+        return mock.patch("ctypes.CDLL", lambda *_, **__: Patched(real, **fakes))
+
+    def on_linux(self):
+        if not sys.platform.startswith("linux"):
+            self.skipTest("no inotify here")
+
+    def test_no_inotify_instance_left(self):
+        """Then the file is polled."""
+        self.on_linux()
+        with self.libc(inotify_init1=lambda flags: -1):
+            self.assertWakes(tq._Ear)
+
+    def test_no_inotify_watch_left(self):
+        """Then, too."""
+        self.on_linux()
+        with self.libc(inotify_add_watch=lambda *args: -1):
+            self.assertWakes(tq._Ear)
+
+    def test_a_readiness_with_nothing_to_read(self):
+        """It costs another look."""
+        self.on_linux()
+        queue = self.open()
+        queue.put(0)
+        self.assertDrains(queue, [0])
+        self.assertIsNone(queue.get(timeout=0.01))
+        ear = queue._engine._watch._ear
+        with mock.patch.object(ear, "_poll") as poll:
+            poll.poll.side_effect = [[1], []]
+            self.assertTrue(ear.wait(0.0))
+            self.assertFalse(ear.wait(0.0))
+
+    def test_a_polled_file_that_is_gone(self):
+        """That is a change like any other."""
+        path = os.path.join(self.dir, "f")
+        pathlib.Path(path).write_bytes(b"")
+        ear = tq._Ear()
+        ear.arm(path, None)
+        self.assertFalse(ear.wait(0.0))
+        os.unlink(path)
+        self.assertTrue(ear.wait(0.0))
+
+    def test_a_queue_closed_between_looking_and_waiting(self):
+        """The get ends at once, with QueueClosedError."""
+        queue = self.open()
+        wait = queue._engine.wait
+
+        def late(seen, seconds):
+            queue.close()
+            wait(seen, seconds)
+
+        with mock.patch.object(queue._engine, "wait", late):
+            self.assertRaises(tq.QueueClosedError, queue.get, PATIENCE)
 
 
 # Command line

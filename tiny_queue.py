@@ -1576,6 +1576,8 @@ class _FileCore(_Engine):
         )
         index.damage.clear()
         self._try_compact()
+        if not index.loaded:
+            raise _StaleError  # forgotten, so there is nothing yet to work on
 
     # Compaction
 
