@@ -6226,6 +6226,13 @@ class Terminal:
         return self.seen, os.waitstatus_to_exitcode(status)
 
 
+class Screen(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
 class CommandLineCase(unittest.TestCase):
     """Runs commands in a temporary directory, where `jobs` is the queue."""
 
@@ -6256,11 +6263,11 @@ class CommandLineCase(unittest.TestCase):
         self.assertNotIn("Traceback", ran.stderr)
         return ran.stdout, ran.stderr
 
-    def inside(self, *args, status):
+    def inside(self, *args, status=0, kind=io.StringIO, typed=""):
         """Call main() in this process; return what it wrote."""
-        out, err = io.StringIO(), io.StringIO()
-        home = mock.patch.dict(os.environ, TINY_QUEUE_DIR="", COLUMNS="200")
-        stdin = mock.patch.object(sys, "stdin", io.StringIO())
+        out, err = kind(), kind()
+        home = mock.patch.dict(os.environ, TINY_QUEUE_DIR="", COLUMNS="200", TERM="")
+        stdin = mock.patch.object(sys, "stdin", kind(typed))
         before = os.getcwd()
         os.chdir(self.folder)
         try:
@@ -6273,6 +6280,11 @@ class CommandLineCase(unittest.TestCase):
             os.chdir(before)
         self.assertEqual(got, status, (args, err.getvalue()))
         return out.getvalue(), err.getvalue()
+
+    def shown(self, *args, **options):
+        """Call main() as on a terminal without colours; return what it wrote."""
+        with mock.patch.dict(os.environ, NO_COLOR="1"):
+            return self.inside(*args, kind=Screen, **options)
 
     def answers(self, *args, **options):
         """Run a command, return the objects that it printed, one a line."""
@@ -6366,6 +6378,14 @@ class PutTest(CommandLineCase):
         self.assertEqual(self.answer("ls", "jobs", "--name", "mail")["payload"], 1)
         _, err = self.command("ls", "jobs", status=3)
         self.assertIn("mail", err)
+
+    def test_a_payload_nested_too_deep_is_usage(self):
+        """However deep: told in one line, and nothing is put."""
+        for depth in (tq._MAX_DEPTH + 1, 100_000):
+            text = "[" * depth + "]" * depth
+            _, err = self.command("put", "jobs", text, status=2)
+            self.assertIn("deep", err)
+        self.assertFalse(os.path.exists(self.path))
 
 
 class PutLinesTest(CommandLineCase):
@@ -6596,6 +6616,42 @@ class LookingTest(CommandLineCase):
         damage = self.answer("verify", "jobs", status=1)
         self.assertEqual([damage["file"], damage["line"]], [os.path.basename(file), 2])
 
+    def test_for_people_everything_is_told_in_words(self):
+        """compact, verify, ls and stats on a terminal, empty and not."""
+        queue = self.queue()
+        queue.cancel(queue.put(1).id)
+        self.assertIn("no job to list", self.shown("ls", "jobs", status=3)[1])
+        self.assertIn("nothing is damaged", self.shown("verify", "jobs")[0])
+        queue.put(1, id="later", delay=3 * 86400)
+        self.assertRegex(self.shown("ls", "jobs")[0], r"later.* in 3 d")
+        self.assertNotIn("RUNNING", self.shown("stats", "jobs")[0])
+        queue.put(1, id="now")
+        queue.get()
+        self.assertIn("now", self.shown("stats", "jobs")[0])
+        size = queue.stats().bytes
+        out = self.shown("compact", "jobs")[0]
+        self.assertRegex(out, rf"^compacted {size} to \d+ bytes$")
+        with open(file_of(self.path, "dead"), "w") as file:
+            file.write("damage\n")
+        out = self.shown("verify", "jobs", status=1)[0]
+        self.assertRegex(out, r"FILE +LINE +REASON\ndefault.dead.jsonl +1 +not strict")
+        os.truncate(file_of(self.path, "dead"), 0)
+
+    def test_a_long_table_has_one_header(self):
+        """However many blocks it is written in."""
+        self.queue(fsync=False).put_many(range(501))
+        lines = self.shown("ls", "jobs")[0].splitlines()
+        self.assertEqual(len(lines), 502)
+        self.assertEqual([line for line in lines if line.startswith("ID")], lines[:1])
+
+    def test_an_instant_that_this_system_cannot_show(self):
+        """Its number is shown instead, as on one with 32-bit times."""
+        self.queue().put(1, id="a")
+        with patched("time", localtime=mock.Mock(side_effect=OverflowError)):
+            self.assertRegex(
+                self.shown("show", "jobs", "a")[0], r"created_at +1\d{9}\."
+            )
+
 
 class ChangeTest(CommandLineCase):
     def bury(self, *ids):
@@ -6661,13 +6717,29 @@ class ChangeTest(CommandLineCase):
         self.assertGreater(sizes["bytes_before"], 1000)
         self.assertEqual(sizes["bytes"], 0)
 
+    def test_purge_says_what_it_would_delete(self):
+        """It asks, with the age, and takes anything but y for no."""
+        queue = self.queue()
+        queue.put(1, id="a")
+        _, err = self.shown(
+            "purge",
+            "jobs",
+            "--state=pending",
+            "--older-than",
+            "1h",
+            status=1,
+            typed="no\n",
+        )
+        self.assertIn("delete 1 pending jobs, as far as not touched for 60 m", err)
+        self.assertEqual(len(queue), 1)
+
 
 # Command line: what reaches a terminal
 # =============================================================================
 
 
 class TerminalTest(CommandLineCase):
-    def shown(self, *args, status=0, **env):
+    def on_terminal(self, *args, status=0, **env):
         text, code = self.terminal(*args, **env).end()
         self.assertEqual(code, status, text)
         return text
@@ -6677,7 +6749,7 @@ class TerminalTest(CommandLineCase):
         queue = self.queue()
         for id in ("a", "漢字", "long-identifier"):
             queue.put("x", id=id)
-        head, *rows = self.shown("ls", "jobs", NO_COLOR="1").splitlines()
+        head, *rows = self.on_terminal("ls", "jobs", NO_COLOR="1").splitlines()
         column = head.index("STATE")
         found = [row.index("pending") for row in rows]
         self.assertEqual(found, [column, column - 2, column])
@@ -6686,12 +6758,14 @@ class TerminalTest(CommandLineCase):
         """--json prints objects on a terminal."""
         self.queue().put("x", id="a")
         for command in ("ls", "stats", "top"):
-            json.loads(self.shown(command, "jobs", "--json"))
+            json.loads(self.on_terminal(command, "jobs", "--json"))
 
     def test_lines_fit_the_terminal(self):
         """No line of a table is longer than the terminal is wide."""
         self.queue().put("x" * 500, id="y" * 30)
-        for line in self.shown("ls", "jobs", columns=60, NO_COLOR="1").splitlines():
+        for line in self.on_terminal(
+            "ls", "jobs", columns=60, NO_COLOR="1"
+        ).splitlines():
             self.assertLessEqual(len(line), 60)
 
     def test_colour_only_on_a_terminal_and_never_with_no_color(self):
@@ -6699,9 +6773,9 @@ class TerminalTest(CommandLineCase):
         queue = self.queue()
         queue.put("x")
         queue.bury(queue.get(), "bad")
-        self.assertIn("\x1b[", self.shown("ls", "jobs"))
-        self.assertNotIn("\x1b", self.shown("ls", "jobs", NO_COLOR="1"))
-        self.assertNotIn("\x1b", self.shown("ls", "jobs", TERM="dumb"))
+        self.assertIn("\x1b[", self.on_terminal("ls", "jobs"))
+        self.assertNotIn("\x1b", self.on_terminal("ls", "jobs", NO_COLOR="1"))
+        self.assertNotIn("\x1b", self.on_terminal("ls", "jobs", TERM="dumb"))
         self.assertNotIn("\x1b", self.command("ls", "jobs")[0])
 
     def test_hostile_characters_never_reach_a_terminal(self):
@@ -6714,7 +6788,9 @@ class TerminalTest(CommandLineCase):
         queue.get()
         for args in (["ls"], ["dead"], ["stats"], ["show", hostile], ["get"]):
             status = 3 if args == ["get"] else 0
-            text = self.shown(args[0], "jobs", *args[1:], status=status, NO_COLOR="1")
+            text = self.on_terminal(
+                args[0], "jobs", *args[1:], status=status, NO_COLOR="1"
+            )
             self.assertIsNone(RAW.search(text), (args, text))
         for args in (["show", "jobs"], ["ls", "jobs", "-n"], ["ls"], ["put", "q"]):
             text, _ = self.terminal(*args, "\x1b[31m\u202e").end()
@@ -6732,8 +6808,8 @@ class TerminalTest(CommandLineCase):
         """LC_ALL=C or an ASCII stream never raises UnicodeEncodeError."""
         self.queue().put("漢字", id="é")
         for env in ({"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}):
-            self.assertIn("\\u6f22", self.shown("ls", "jobs", **env))
-            self.assertIn("payload", self.shown("show", "jobs", "é", **env))
+            self.assertIn("\\u6f22", self.on_terminal("ls", "jobs", **env))
+            self.assertIn("payload", self.on_terminal("show", "jobs", "é", **env))
             self.command("show", "jobs", "ü", status=3, **env)
 
     def test_a_closed_pipe_ends_it_quietly(self):
@@ -6838,6 +6914,95 @@ class TopTest(CommandLineCase):
         self.assertRegex(out, r"pending +3")
         self.assertNotIn("\x1b", out)
 
+    def test_rates_are_of_the_last_ten_seconds(self):
+        """What changed before them does not count."""
+        clock, queue = Clock(), self.queue()
+        view = tq._View(queue)
+        with clock.patch():
+            rates = []
+            for put, seconds in ((0, 9), (90, 9), (0, 0)):
+                rates.append(view.lines(80, 20)[3][1].split()[2])
+                queue.put_many([1] * put)
+                clock.jump(mono=seconds)
+        self.assertEqual(rates[0], "-")
+        self.assertEqual(float(rates[1]), 0.0)
+        self.assertAlmostEqual(float(rates[2]), 10.0, delta=0.5)
+
+    def screen(self, stdin):
+        """A _Screen on streams that are no terminals of ours."""
+        stdout = mock.patch.object(sys, "stdout", Screen())
+        stdout.start()
+        self.addCleanup(stdout.stop)
+        typed = mock.patch.object(sys, "stdin", stdin)
+        typed.start()
+        self.addCleanup(typed.stop)
+        return tq._Screen()
+
+    def test_keys_that_cannot_be_read_are_not_waited_for(self):
+        """With no terminal to type on, or no termios: it sleeps and goes on."""
+        slept = []
+        real = mock.Mock(isatty=lambda: True, fileno=lambda: 99)
+        for stdin, without in ((io.StringIO(), "no such"), (real, "termios")):
+            with patched("time", sleep=slept.append):
+                with mock.patch.dict(sys.modules, {without: None}):
+                    with self.screen(stdin) as screen:
+                        self.assertEqual(screen.keys(7.0), "")
+            self.assertTrue(sys.stdout.getvalue().endswith("\x1b[?25h\x1b[?1049l"))
+        self.assertEqual(slept, [7.0, 7.0])
+
+    def test_a_screen_that_cannot_be_taken_is_given_back(self):
+        """The signal's handler is what it was, and the error is told."""
+        before = signal.getsignal(signal.SIGTERM)
+        screen = self.screen(io.StringIO())
+        with mock.patch.object(screen, "_cbreak", side_effect=OSError(errno.EIO, "x")):
+            self.assertRaises(OSError, screen.__enter__)
+        self.assertIs(signal.getsignal(signal.SIGTERM), before)
+        self.assertIn("\x1b[?25h", sys.stdout.getvalue())
+
+
+class StreamsTest(CommandLineCase):
+    """Standard streams that are closed, or not what they should be."""
+
+    def without(self, name, *args, status):
+        """Call main() without one of the standard streams; return what it said."""
+        with mock.patch.object(sys, "stderr", io.StringIO()) as err:
+            with mock.patch.object(sys, "stdout", io.StringIO()):
+                with mock.patch.object(sys, name, None):
+                    self.assertEqual(tq.main(args), status)
+        return err.getvalue()
+
+    def test_without_standard_output(self):
+        """What has nothing to print works, and the rest is refused."""
+        queue = self.queue()
+        queue.put(1, id="a")
+        said = self.without("stdout", "show", self.path, "a", status=1)
+        self.assertIn("standard output is closed", said)
+        queue.cancel("a")
+        self.assertEqual(self.without("stdout", "get", self.path, status=3), "")
+
+    def test_without_standard_error(self):
+        """An error that cannot be told keeps its exit status."""
+        self.without("stderr", "show", self.path, "a", status=3)
+        full = mock.Mock(encoding="utf-8")
+        full.write.side_effect = OSError(errno.ENOSPC, "No space left on device")
+        with mock.patch.object(sys, "stderr", full):
+            self.assertEqual(tq.main(["show", self.path, "a"]), 3)
+        full.write.assert_called_once()
+
+    def test_without_standard_input(self):
+        """put - says so, and puts nothing."""
+        said = self.without("stdin", "put", self.path, "-", status=1)
+        self.assertIn("standard input is closed", said)
+        self.assertFalse(os.path.exists(self.path))
+
+    def test_an_old_windows_console_gets_no_escapes(self):
+        """A new one says that it is one."""
+        with mock.patch.object(sys, "stdout", Screen()):
+            with mock.patch.object(tq, "_WINDOWS", True):
+                for name, ansi in (("OTHER", False), ("WT_SESSION", True)):
+                    with mock.patch.dict(os.environ, {name: "1", "TERM": "xterm"}):
+                        self.assertEqual(tq._Out(False).ansi, ansi)
+
 
 class HelpTest(CommandLineCase):
     def examples(self, command):
@@ -6872,6 +7037,14 @@ class HelpTest(CommandLineCase):
             words = "bench" if command == "bench" else f"{command} jobs"
             self.assertIn(f" {words}", " ".join(self.examples(command)))
         self.assertEqual(self.command("--version")[0].strip(), tq.__version__)
+
+    def test_what_is_no_command_is_usage(self):
+        """No command, words where none belong; a name may stand in front."""
+        self.assertIn("COMMAND", self.inside(status=2)[1])
+        _, err = self.inside("bench", "now", status=2)
+        self.assertIn("too many arguments: 'now'", err)
+        self.queue(name="mail").put(1)
+        self.assertEqual(self.answer("-n", "mail", "stats", "jobs")["pending"], 1)
 
 
 # Command line: work
@@ -7131,6 +7304,162 @@ class WorkTest(CommandLineCase):
         self.assertEqual(len(self.notes("stdin-ended")), 1)
 
 
+class SupervisorTest(CommandLineCase):
+    """What happens between two looks of the supervisor at its workers."""
+
+    def setUp(self):
+        super().setUp()
+        args = {"max_jobs": None, "processes": 1, "timeout": 1.0, "threads": 1}
+        args.update(name="default", stop_when_empty=False, given=["handlers:handle"])
+        queue = self.queue(fsync=False)
+        self.supervisor = tq._Supervisor(queue, types.SimpleNamespace(**args))
+        (self.slot,) = self.supervisor._slots
+        self.slot.process = mock.Mock(pid=2**22 + 1, poll=lambda: None)
+        self.slot.killed = False
+        self.slot.ended = 0
+
+    def running(self, *ids, of=lambda job: job.token):
+        """Jobs that the worker has begun, two seconds ago."""
+        queue = self.supervisor.queue
+        queue.put_many([1] * len(ids), ids=list(ids))
+        jobs = queue.get_many(len(ids))
+        since = time.monotonic() - 2
+        self.slot.running = {of(job): (job.id, since) for job in jobs}
+        return jobs
+
+    def check(self, said=""):
+        """Look at the time limit once; return what was killed."""
+        with patched("os", killpg=mock.Mock()) as fake:
+            with mock.patch.object(sys, "stderr", io.StringIO()) as err:
+                self.supervisor._check_time(self.slot)
+        self.assertIn(said, err.getvalue())
+        return fake.killpg.mock_calls
+
+    def test_a_job_that_ends_while_it_is_failed_is_not_killed(self):
+        """Its report has come meanwhile, so the worker goes on."""
+        (job,) = self.running("a")
+        find = self.supervisor.queue.find
+
+        def found(id):
+            self.supervisor.queue.task_done(job)
+            self.slot._hear(f"end {job.token}")
+            return find(id)
+
+        with mock.patch.object(self.supervisor.queue, "find", found):
+            self.assertEqual(self.check(), [])
+        self.assertEqual((self.slot.ended, self.slot.running), (1, {}))
+        self.slot._hear(f"end {job.token}")  # of a job that it does not know
+        self.assertEqual(self.slot.ended, 1)
+
+    def test_a_job_leased_anew_is_another_delivery(self):
+        """The old one's time is over, but the new lease is not settled."""
+        (job,) = self.running("a", of=lambda job: "old")
+        self.assertEqual(len(self.check("ran too long")), 1)
+        self.assertEqual(self.supervisor.queue.find("a").token, job.token)
+
+    def test_a_queue_that_cannot_fail_a_job_does_not_keep_it(self):
+        """The worker is killed all the same, whatever the others' state."""
+        self.running("a", "b")
+        error = tq.QueueError("disk full")
+        with mock.patch.object(self.supervisor.queue, "find", side_effect=error):
+            self.assertEqual(len(self.check("disk full")), 1)
+        self.assertTrue(self.slot.killed)
+
+    def test_a_worker_that_ends_by_itself_needs_no_kill(self):
+        """Neither its group, which is gone."""
+        with patched("os", killpg=mock.Mock(side_effect=ProcessLookupError)):
+            self.supervisor._kill(self.slot)
+        self.assertTrue(self.slot.killed)
+
+    def test_no_worker_can_be_started(self):
+        """It is told, and tried again after a pause."""
+        self.slot.process = None
+        error = OSError(errno.EAGAIN, "no more processes")
+        with mock.patch("subprocess.Popen", side_effect=error):
+            with mock.patch.object(sys, "stderr", io.StringIO()) as err:
+                self.supervisor._start(self.slot)
+        self.assertIn("no more processes; the next starts in 0.1 s", err.getvalue())
+        self.assertGreater(self.slot.start_at, time.monotonic() - 1)
+        self.assertIsNone(self.slot.process)
+
+    def test_on_windows_processes_are_ended_by_their_handles(self):
+        """There are no groups, and no signals for the second stop."""
+        process = self.slot.process
+        with patched("sys", platform="win32"), mock.patch.object(tq, "_WINDOWS", True):
+            self.supervisor._kill(self.slot)
+            process.kill.assert_called_once_with()
+            process.stdin.closed = True
+            self.supervisor._stop(process)
+        self.assertEqual(process.kill.call_count, 2)
+        process.send_signal.assert_not_called()
+
+    def test_on_windows_the_pipe_is_passed_by_its_handle(self):
+        """An inheritable handle's number, made a descriptor by the child."""
+        ours, theirs = os.pipe()
+        self.addCleanup(os.close, ours)
+        fake = types.SimpleNamespace(
+            get_osfhandle=lambda fd: fd + 1000,
+            open_osfhandle=lambda handle, flags: handle - 1000,
+        )
+        inherit = mock.Mock()
+        with (
+            patched("sys", platform="win32"),
+            mock.patch.dict(sys.modules, msvcrt=fake),
+        ):
+            with patched("os", set_handle_inheritable=inherit):
+                name, pass_fds = tq._inheritable(theirs)
+                reports = tq._Reports(int(name))
+        reports.send("ready")
+        self.assertEqual(os.read(ours, 100), b"ready\n")
+        self.assertEqual(pass_fds, ())
+        inherit.assert_called_once_with(theirs + 1000, True)
+
+    def test_reports_to_a_supervisor_that_is_gone(self):
+        """They are lost, and the worker is not."""
+        ours, theirs = os.pipe()
+        reports = tq._Reports(theirs)
+        os.close(ours)
+        reports.send("ready")
+
+    def test_a_worker_that_hangs_ends_with_its_supervisor(self):
+        """When standard input ends it stops; after --timeout and 5 s it exits."""
+        clock, (ours, theirs) = Clock(), os.pipe()
+
+        def alone(link):
+            os.close(theirs)
+            os.dup2(ours, 0)
+            worker = types.SimpleNamespace(stop=lambda: clock.jump(mono=0.5))
+            with patched("time", monotonic=clock.monotonic, sleep=lambda seconds: None):
+                tq._stop_without_supervisor(worker, 1.0)
+                link.tell("up")
+                link.hear()
+
+        child = Child(alone)
+        self.addCleanup(child.end)
+        self.assertEqual(child.hear(), "up")
+        os.close(ours)
+        os.close(theirs)
+        status = os.waitpid(child.pid, 0)[1]
+        child.pid = 0
+        self.assertEqual(os.waitstatus_to_exitcode(status), 1)
+
+    def test_the_module_as_a_script(self):
+        """Workers of a copied file are started by its path."""
+        with mock.patch.object(tq, "__spec__", None):
+            self.assertEqual(tq._own_command(), [sys.executable, tq.__file__])
+
+    def test_handlers_are_found_in_the_current_directory(self):
+        """Also if the interpreter does not look there by itself."""
+        with open(os.path.join(self.folder, "tq_found_here.py"), "w") as file:
+            file.write("def handle(job):\n    pass\n")
+        self.addCleanup(sys.modules.pop, "tq_found_here", None)
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.folder)
+        with mock.patch.object(sys, "path", list(sys.path)):
+            found = tq._import_handler("tq_found_here:handle")
+        self.assertEqual(found.__module__, "tq_found_here")
+
+
 # Command line: examples
 # =============================================================================
 
@@ -7243,6 +7572,67 @@ class BenchTest(CommandLineCase):
         self.assertEqual(terminal.end()[1], 130)
         self.assertEqual(os.listdir(self.folder), [])
         self.command("bench", "--dir", "nowhere", status=2)
+
+    def test_a_child_tells_how_much_it_grows(self):
+        """In bytes; 0 where the system does not tell."""
+        with tq.Queue(self.path, fsync=False) as queue:
+            queue.put_many(["x" * 1000] * 5000)
+        args = ["bench", "--measure=memory", "--dir=jobs"]
+        grown = json.loads(self.inside(*args)[0])
+        self.assertGreaterEqual(grown, 0)
+        with mock.patch.object(tq, "_text_of", lambda path: ""):
+            self.assertEqual(json.loads(self.inside(*args)[0]), 0)
+            bench = tq._Bench(self.folder, 10)
+            with mock.patch.object(tq._Child, "answer", lambda child: 0.0):
+                bench._measure_memory(0)
+        self.assertEqual(bench._seen, {})
+        self.assertEqual(tq._text_of(os.path.join(self.folder, "none")), "")
+
+    def test_a_child_tells_how_late_it_is(self):
+        """First for what stands in a pipe, then for jobs; in milliseconds."""
+        now = time.monotonic()
+        with tq.Queue(self.path, fsync=False) as queue:
+            queue.put_many([now, now])
+        piped = mock.Mock(side_effect=[struct.pack("d", now)] * 2)
+        args = ["bench", "--measure=wake-up", "--dir=jobs", "--jobs=2"]
+        real = os.read
+        fake = lambda fd, n: real(fd, n) if fd else piped(fd, n)  # noqa: E731  one use
+        with patched("os", read=fake):
+            ready, *late = map(json.loads, self.inside(*args)[0].splitlines())
+        self.assertEqual(ready, "ready")
+        for times in late:
+            self.assertEqual((len(times), times), (2, sorted(times)))
+            self.assertGreater(times[0], 0)
+
+    def test_a_child_holds_a_job_until_it_is_killed(self):
+        """It tells the job's id; after that it has nothing more to say."""
+        queue = self.queue(fsync=False)
+        queue.put(1, id="a")
+        with tq._Child("hold", self.path) as child:
+            self.assertEqual(child.answer(), "a")
+            self.assertEqual(queue.find("a").state, "inflight")
+            child.process.kill()
+            self.assertRaisesRegex(tq.QueueError, "ended early", child.answer)
+        self.assertEqual(queue.reap_stale(), 1)
+        ended = mock.Mock(return_value=b"")
+        with patched("os", read=ended):
+            args = ["bench", "--measure=hold", "--dir=jobs"]
+            self.assertEqual(json.loads(self.inside(*args)[0]), "a")
+        ended.assert_called_once_with(0, 1)
+
+    def test_figures_for_people(self):
+        """A table with its numbers to the right, and the machine below."""
+        figures = [tq._Figure("put", "/s", 1000.0, 20000.0, 0.05)]
+        figures.append(tq._Figure("wake-up", "ms", 0.25, math.nan, math.nan))
+        args = types.SimpleNamespace(markdown=False, dir=self.folder, jobs=7)
+        with mock.patch.object(sys, "stdout", Screen()) as out:
+            with mock.patch.dict(os.environ, NO_COLOR="1", COLUMNS="200"):
+                tq._show_figures(figures, args, tq._Out(False))
+        head, first, second, machine = out.getvalue().splitlines()
+        self.assertRegex(first, r"^put +1,000/s +20,000/s +0\.05$")
+        self.assertRegex(second, r"^wake-up +0\.25 ms +- +-$")
+        self.assertEqual((len(first), head.split()[0]), (len(second), "WORK"))
+        self.assertTrue(machine.endswith("jobs 7"))
 
 
 # Command line: examples

@@ -4462,9 +4462,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if len(argv) > 2 and argv[0] in ("-n", "--name"):
         argv = [argv[2], *argv[:2], *argv[3:]]
     if not argv or argv[0] not in _COMMANDS:
-        parser = _main_parser()
-        parser.parse_args(argv[:1])
-        parser.error("a command is needed")
+        return _main_parser().parse_args(argv[:1])  # no: it helps or refuses
     name = argv[0]
     parser = _command_parser(name)
     args = parser.parse_intermixed_args(argv[1:])
@@ -4718,7 +4716,7 @@ def _age(seconds: float) -> str:
 def _when(instant: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(instant))
-    except (OverflowError, ValueError, OSError):  # a file edited by hand
+    except (OverflowError, ValueError, OSError):  # 32-bit times end in 2038
         return repr(instant)
 
 
