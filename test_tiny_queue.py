@@ -5164,6 +5164,20 @@ class WindowsTest(Case):
             next(jobs)
         self.assertEqual([job.id for job in queue.jobs()], ["b"])
 
+    def test_the_import_needs_neither_fcntl_nor_forks(self):
+        """Without them one process can use a queue as ever."""
+        copy = types.ModuleType("tiny_queue")
+        copy.__dict__["__file__"] = tq.__file__
+        with mock.patch.dict(sys.modules, tiny_queue=copy, fcntl=None):
+            with mock.patch.object(os, "register_at_fork"):
+                del os.register_at_fork
+                exec(code_of(tq), copy.__dict__)
+        self.assertIsNone(copy.fcntl)
+        with copy.Queue(self.path, fsync=False, cross_process_lock=False) as queue:
+            queue.put(1)
+            queue.task_done(queue.get())
+            self.assertEqual(len(queue), 0)
+
 
 # Lock: of the queue, and of its holders' lives
 # -----------------------------------------------------------------------------
