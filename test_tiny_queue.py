@@ -3122,6 +3122,13 @@ class HandWrittenTest(Case):
         for view in self.views(self.open()):
             self.assertEqual(view.find("ä").payload, "漢")
 
+    @staticmethod
+    def sealed_as_ours(**changes):
+        """A line with all keys in order and no spaces."""
+        fields = {"id": "a", "rev": 1, "attempts": 0, "priority": 0, "run_at": 0}
+        fields = {**fields, "created_at": 1.5, "payload": 1, **changes}
+        return seal(json.dumps(fields, separators=(",", ":")))
+
     def test_flaws_of_single_keys(self):
         """A text that is none, a checksum that is not last, a rev out of range:
         each is one damaged line."""
@@ -3129,6 +3136,7 @@ class HandWrittenTest(Case):
             b'{"id":"a","last_error":5,"payload":1}\n',
             b'{"crc":"00000000","id":"a","payload":1}\n',
             seal({"id": "a", "rev": 2**28 + 1, "payload": 1}),
+            self.sealed_as_ours(rev=2**28 + 1),
         ]
         for line in flaws:
             self.write("pending", line)
@@ -4711,19 +4719,20 @@ class ChangedFilesTest(Case):
         """requeue_dead() counts what it has done before and after that."""
         queue = self.open(max_retries=0, name="many")
         queue.put_many([1, 2, 3], ids=["a", "b", "c"])
-        for job in queue.get_many(3):
-            queue.bury(job, "e")
-        reads = []
+        for at in (1, 2):
+            for job in queue.get_many(3):
+                queue.bury(job, "e")
+            reads = []
 
-        def pread(fd, length, place):
-            block = os.pread(fd, length, place)
-            reads.append(place)
-            return block[:-1] + b"x" if len(reads) == 2 else block
+            def pread(fd, length, place, at=at, reads=reads):
+                block = os.pread(fd, length, place)
+                reads.append(place)
+                return block[:-1] + b"x" if len(reads) == at else block
 
-        with mock.patch.object(tq, "_MIB", 1), patched("os", pread=pread):
-            self.assertEqual(queue.requeue_dead(), 3)
-        for view in self.views(queue, max_retries=0):
-            self.assertEqual(view.stats()[:5], (3, 0, 0, 0, 0))
+            with mock.patch.object(tq, "_MIB", 1), patched("os", pread=pread):
+                self.assertEqual(queue.requeue_dead(), 3)
+            for view in self.views(queue, max_retries=0):
+                self.assertEqual(view.stats()[:5], (3, 0, 0, 0, 0))
 
     def test_an_iteration_over_a_file_changed_in_place(self):
         """jobs() says so: it has no lock under which to read anew."""
@@ -5433,15 +5442,17 @@ class LockTest(Case):
         return patched("fcntl", fcntl=mock.Mock(side_effect=error))
 
     def test_without_locks_of_open_files_time_decides(self):
-        """An old kernel's, or another system's: a live lease is respected, and
-        one that ran out is over."""
+        """An old kernel's, or another system's: a live lease is respected, with
+        or without a holder, and one that ran out is over."""
         old_kernel = OSError(errno.EINVAL, "Invalid argument")
-        for n, error in enumerate((None, old_kernel)):
+        for n, (error, held) in enumerate([(None, 0), (None, 1), (old_kernel, 0)]):
             clock = Clock()
-            with self.lock_bytes(error), clock.patch():
-                queue, other = (self.open(name=f"q{n}") for _ in range(2))
-                queue.put(1, id="a")
+            queue, other = (self.open(name=f"q{n}") for _ in range(2))
+            queue.put(1, id="a")
+            if held:
                 job = queue.get(lease_timeout=60.0)
+            with self.lock_bytes(error), clock.patch():
+                job = job if held else queue.get(lease_timeout=60.0)
                 self.assertIsNone(other.get())
                 self.assertEqual(other.reap_stale(), 0)
                 clock.jump(61, 61)
@@ -5750,26 +5761,16 @@ class HolderTest(Case):
                 self.assertEqual(queue.get().attempts, 2)
 
     def test_a_renewal_keeps_the_count_of_dead_holders(self):
-        """A job whose holder died, renewed: the next death is its second."""
+        """A job whose holder died, renewed by the next: its death is the second,
+        after which there is a backoff."""
         queue = self.open(backoff=lambda n: 60.0)
         queue.put(1, id="a")
-        for renew in (False, True):
-            child = self.spawn(self.take_and_wait, self.path, renew)
-            child.hear()
-            child.kill()
-            eventually(lambda: not queue.stats().inflight or queue.reap_stale())
-            if not renew:
-                self.assertEqual(queue.stats()[:2], (1, 0))
-        self.assertEqual(queue.stats()[:2], (1, 1))  # after its backoff
-
-    @staticmethod
-    def take_and_wait(link, path, renew):
-        queue = tq.Queue(path, fsync=False)
-        job = queue.get()
-        if renew:
-            queue.extend(job)
-        link.tell()
-        link.hear()
+        for delayed in (0, 1):
+            holder = self.open()
+            holder.extend(holder.get())
+            holder.close()
+            self.assertEqual(queue.reap_stale(), 1)
+            self.assertEqual(queue.stats()[:2], (1, delayed))
 
     def test_somebody_else_gives_back_first(self):
         """What another object has given back meanwhile is not counted twice."""
@@ -6156,6 +6157,14 @@ class WakingTest(Case):
         self.assertFalse(ear.wait(0.0))
         os.unlink(path)
         self.assertTrue(ear.wait(0.0))
+
+    def test_a_file_that_another_thread_opens_anew(self):
+        """It is closed for a moment, after which the waiting thread looks again."""
+        queue = self.open()
+        watch, began = queue._engine._watch, time.monotonic()
+        watch.wait(watch.news, tq._Data(0, file_of(self.path, "pending")), PATIENCE)
+        self.assertLess(time.monotonic() - began, PATIENCE / 4)
+        self.assertEqual(watch.news, 1)
 
     def test_a_queue_closed_between_looking_and_waiting(self):
         """The get ends at once, with QueueClosedError."""
