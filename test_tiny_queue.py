@@ -5787,6 +5787,16 @@ class HolderTest(Case):
             self.assertEqual(queue.reap_stale(0), 0)
         self.assertEqual(queue.find("a").state, "dead")
 
+    def test_two_queues_share_a_dead_holder_s_jobs(self):
+        """What one has found of them, and the other has taken, is not delivered
+        again."""
+        holder, one, two = (self.open() for _ in range(3))
+        holder.put_many([1, 2], ids=["a", "b"])
+        holder.get_many(2)
+        holder.close()
+        found = [queue.get().id for queue in (one, two)]
+        self.assertEqual((found, one.get()), (["a", "b"], None))
+
 
 class ThreadsTest(Case):
     def setUp(self):
@@ -6054,6 +6064,21 @@ class ProcessesTest(Case):
         self.assertNotEqual(job.id.split("-")[0], child.id.split("-")[0])
         self.assertRaises(tq.QueueClosedError, closed.get)
         self.assertDrains(self.open(), [1, 2, 3])
+
+    def test_another_makes_the_directory_at_the_same_moment(self):
+        """It is used as if this process had made it."""
+        self.path = os.path.join(self.dir, "a", "jobs")
+        made = []
+
+        def mkdir(path, mode):
+            made.append(path)
+            os.mkdir(path, mode)
+            os.mkdir(path, mode)
+
+        with patched("os", mkdir=mkdir):
+            self.open().put(1)
+        self.assertEqual(made, [os.path.dirname(self.path), self.path])
+        self.assertDrains(self.open(), [1])
 
 
 # Waking up
