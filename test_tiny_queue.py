@@ -9959,7 +9959,7 @@ class FailingCallTests(FailureTests):
 
 # What is wrong with it, in which function, what there is replaced, and by what.
 MUTANTS: list[tuple[str, str, str, str]] = [
-    ("what is acknowledged is not synced", "_sync_inode", "_sync(inode.file.fd)", ""),
+    ("what is acknowledged is not synced", "_sync_inode", "inode.sync()", ""),
     ("nor its file's name", "_sync_inode", "self.sync_directory()", "pass"),
     ("all names are durable", "__init__", "self.named = False", "self.named = True"),
     ("new content is not synced", "rewrite", "_sync(file.fd)", "pass"),
