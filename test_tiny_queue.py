@@ -7413,6 +7413,16 @@ class SupervisorTest(CommandLineCase):
             self.assertEqual(len(self.check("disk full")), 1)
         self.assertTrue(self.slot.killed)
 
+    def test_a_signal_while_a_worker_is_not_started_yet(self):
+        """The others are told to stop, once for each signal."""
+        self.supervisor._slots.append(tq._Slot(None))
+        self.slot.process.stdin.closed = False
+        self.supervisor._signals = 1
+        for _ in range(2):
+            self.supervisor._forward()
+        self.slot.process.stdin.close.assert_called_once_with()
+        self.slot.process.send_signal.assert_not_called()
+
     def test_a_worker_that_ends_by_itself_needs_no_kill(self):
         """Neither its group, which is gone."""
         with patched("os", killpg=mock.Mock(side_effect=ProcessLookupError)):
