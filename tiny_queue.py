@@ -352,14 +352,14 @@ def _exponential(
 
 
 class Queue:
-    """A durable queue of JSON payloads in a directory.
+    """A durable queue of JSON payloads in a directory or a database.
 
     One object may be used by many threads and survives fork; any number of
     objects and processes may use one directory.  Pickles to its arguments.
 
     path           a directory (str or PathLike), made when first written to,
-                   mode 0700
-    name           of the queue in that directory: [A-Za-z0-9_-], 1 to 64
+                   mode 0700; or the URL of a database, "scheme://..."
+    name           of the queue in that place: [A-Za-z0-9_-], 1 to 64
     max_retries    failed deliveries after the first before a job is dead, for
                    jobs that were put without a number of their own
     backoff        attempt (1, 2, ...) -> seconds until the next delivery
@@ -420,6 +420,7 @@ class Queue:
         exist_ok: bool = False,
         priority: int = 0,
         max_retries: int | None = None,
+        connection: Any = None,
     ) -> Job:
         """Add one job; it is on disk, synced, when this returns.
 
@@ -429,7 +430,11 @@ class Queue:
         with `exist_ok` returns the job that is there.  Bad arguments raise
         TypeError or ValueError with nothing written; a full disk raises
         QueueError with nothing kept.
+
+        With `connection`, the caller's own to the queue's database, the job
+        is part of its open transaction: there when that commits.
         """
+        _joins(self._engine, connection)
         new = _New(
             None if id is None else _job_id(id),
             payload,
@@ -438,7 +443,7 @@ class Queue:
             *_due(delay, at),
             None if max_retries is None else _retries(max_retries),
         )
-        return self._engine.insert([new], exist_ok)[0]
+        return self._engine.insert([new], exist_ok, connection)[0]
 
     def put_many(
         self,
@@ -447,31 +452,22 @@ class Queue:
         ids: Iterable[str] | None = None,
         delay: float = 0,
         priority: int = 0,
+        connection: Any = None,
     ) -> list[Job]:
         """Add many jobs with one write and one sync: all or none of them.
 
         `ids` gives each its id; one that is alive raises DuplicateJobError
         and adds nothing.  An empty iterable returns [] and writes nothing.
+        `connection` is put()'s.
         """
-        if isinstance(payloads, (str, bytes, dict)):
-            raise TypeError(
-                f"payloads: a list is needed, not a {type(payloads).__name__}"
-            )
-        if isinstance(ids, (str, bytes)):
-            raise TypeError(f"ids: a list is needed, not a {type(ids).__name__}")
+        _joins(self._engine, connection)
         priority = _integer("priority", priority, -_MAX_PRIORITY - 1, _MAX_PRIORITY)
         seconds, _ = _due(delay, None)
-        items = list(payloads)
-        names = [None] * len(items) if ids is None else [_job_id(id) for id in ids]
-        if len(names) != len(items):
-            raise ValueError(f"ids: {len(names)} for {len(items)} payloads")
-        if ids is not None and len({_quote(id or "") for id in names}) != len(names):
-            raise ValueError("ids: the same id twice in one put_many")
         new = [
             _New(id, item, _encode(item), priority, seconds, None, None)
-            for id, item in zip(names, items)
+            for id, item in _with_ids(payloads, ids)
         ]
-        return self._engine.insert(new, False) if new else []
+        return self._engine.insert(new, False, connection) if new else []
 
     def get(
         self, timeout: float | None = 0.0, *, lease_timeout: float | None = None
@@ -528,6 +524,7 @@ class Queue:
         error: object = None,
         *,
         delay: float | None = None,
+        connection: Any = None,
     ) -> None:
         """Settle a leased job; durable when this returns.
 
@@ -535,17 +532,25 @@ class Queue:
         it pending again after the backoff (or `delay` seconds), or dead when
         its retries are spent.  Raises LeaseLostError, with nothing changed,
         if the lease is no longer the valid one.
+
+        With `connection`, the caller's own to the queue's database, this is
+        part of its open transaction: what the handler wrote there and the
+        settlement commit together or not at all.
         """
         _leased(job)
+        _joins(self._engine, connection)
+        settle = self._engine.settle
         if success:
             if error is not None or delay is not None:
                 raise ValueError("error, delay: only a failure takes them")
-            self._engine.settle(job, "done")
-        elif job.attempts > job.max_retries:
-            self._engine.settle(job, "dead", error=_error_text(error))
+            settle(job, "done", connection=connection)
+            return
+        text = _error_text(error)
+        if job.attempts > job.max_retries:
+            settle(job, "dead", error=text, connection=connection)
         else:
             seconds = self._delay(job.attempts) if delay is None else _delay(delay)
-            self._engine.settle(job, "pending", seconds, _error_text(error))
+            settle(job, "pending", seconds, text, connection=connection)
 
     def bury(self, job: Job, error: object) -> None:
         """Make a leased job dead now, whatever retries it has left."""
@@ -654,7 +659,10 @@ class Queue:
         return self._engine.purge(_state(state), age)
 
     def compact(self) -> None:
-        """Rewrite the files without what is superseded."""
+        """Rewrite the files without what is superseded.
+
+        A database does that by itself: there this raises QueueError.
+        """
         self._engine.compact()
 
     def verify(self) -> list[Damage]:
@@ -679,7 +687,7 @@ class Queue:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_queue, (self.path, self.name, self._options)
+        return _make_queue, (self._engine.source, self.name, self._options)
 
     def __repr__(self) -> str:
         return f"Queue({self.path!r}, {self.name!r})"
@@ -766,6 +774,32 @@ def _due(delay: float, at: float | None) -> tuple[float, float | None]:
     if seconds:
         raise ValueError("at, delay: give one of the two")
     return 0.0, _number("at", at, 0, _MAX_SECONDS)
+
+
+def _with_ids(
+    payloads: Iterable[Any], ids: Iterable[str] | None
+) -> list[tuple[str | None, Any]]:
+    if isinstance(payloads, (str, bytes, dict)):
+        raise TypeError(f"payloads: a list is needed, not a {type(payloads).__name__}")
+    items = list(payloads)
+    if ids is None:
+        return [(None, item) for item in items]
+    if isinstance(ids, (str, bytes)):
+        raise TypeError(f"ids: a list is needed, not a {type(ids).__name__}")
+    names = [_job_id(id) for id in ids]
+    if len(names) != len(items):
+        raise ValueError(f"ids: {len(names)} for {len(items)} payloads")
+    if len({_quote(id) for id in names}) != len(names):
+        raise ValueError("ids: the same id twice in one put_many")
+    return list(zip(names, items))
+
+
+def _joins(engine: _Engine, connection: Any) -> None:
+    if connection is not None and not engine.can_join:
+        raise ValueError(
+            f"connection: queue {engine.path!r} is in a directory, which cannot be"
+            " part of a transaction; use a queue in that database"
+        )
 
 
 def _state(state: str) -> str:
@@ -1258,6 +1292,23 @@ class _Leased(NamedTuple):
     seen: object
 
 
+class _Parcel(NamedTuple):
+    """A job on its way from one queue to another."""
+
+    id: str
+    text: str  # the payload as JSON
+    state: str  # pending or dead
+    attempts: int
+    priority: int
+    created_at: float
+    run_at: float
+    leased_at: float | None  # of its last delivery
+    last_error: str | None
+    max_retries: int | None
+    lapses: int
+    token: str  # under which both sides hold it
+
+
 class _Engine:
     """What Queue asks of storage.
 
@@ -1268,10 +1319,18 @@ class _Engine:
     holder's job by itself only the first time and with retries left.
     """
 
-    path: str
+    source: str  # what opens it again
+    path: str  # the same for people: without a password
+    can_join = False  # insert and settle inside the caller's transaction
+    can_compact = True
 
-    def insert(self, new: Sequence[_New], exist_ok: bool) -> list[Job]:
-        """Add all or none; a live id raises or, with exist_ok, is returned."""
+    def insert(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
+        """Add all or none; a live id raises or, with exist_ok, is returned.
+
+        With a connection it is part of the open transaction there.
+        """
         raise NotImplementedError
 
     def lease(self, n: int, seconds: float, held: bool) -> _Leased:
@@ -1286,8 +1345,12 @@ class _Engine:
         delay: float = 0.0,
         error: str | None = None,
         counted: bool = True,
+        connection: Any = None,
     ) -> None:
-        """End a lease: done, pending (after delay) or dead; fenced by token."""
+        """End a lease: done, pending (after delay) or dead; fenced by token.
+
+        With a connection it is part of the open transaction there.
+        """
         raise NotImplementedError
 
     def extend(self, job: Job, seconds: float) -> Job:
@@ -1338,18 +1401,82 @@ class _Engine:
     def close(self) -> None:
         raise NotImplementedError
 
+    # Moving to another queue: held here, adopted there, dropped here, released
+    # there.  Whoever dies in between leaves each job leased on at least one side
+    # and deliverable on none, and tokens tell which jobs are whose.
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        """Lease up to n pending (due or not) or dead jobs for a move.
+
+        No holder, uncounted, for so many seconds, under new tokens that start
+        with the prefix.  The parcels say what the jobs were before.
+        """
+        raise NotImplementedError
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        """The jobs inflight under tokens that start so."""
+        raise NotImplementedError
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        """Insert jobs, all or none, inflight as hold() leaves them; an id that
+        is alive raises DuplicateJobError."""
+        raise NotImplementedError
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        """Remove held jobs; return the ids of those whose token was no longer
+        valid, which are left alone."""
+        raise NotImplementedError
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        """Make held jobs what their parcels say; one whose token is no longer
+        valid is left alone."""
+        raise NotImplementedError
+
+    # What every engine answers with
+
+    def _duplicate(self, job: Job) -> DuplicateJobError:
+        advice = "use another id or exist_ok, or wait for it to finish"
+        if job.state == "dead":
+            advice = "requeue it, or cancel it to free its id"
+        return DuplicateJobError(
+            f"job {job.id!r} is already {job.state} in {self.path!r}; {advice}",
+            id=job.id,
+            state=job.state,
+        )
+
+    def _unknown(self, id: str, states: str) -> JobNotFoundError:
+        return JobNotFoundError(
+            f"job {id!r} is not {states} in queue {self.path!r}; jobs() lists what is",
+            id=id,
+        )
+
+    def _lost(self, job: Job) -> LeaseLostError:
+        return LeaseLostError(
+            f"job {job.id!r} is no longer leased to token {job.token!r} in"
+            f" {self.path!r}: the lease ran out, was reaped or cancelled, or the job"
+            " is settled; drop this delivery's result or make it idempotent",
+            id=job.id,
+            token=job.token,
+        )
+
 
 def _open_engine(path: StrPath, name: str, **options: Any) -> _Engine:
     """Choose the engine: by URL scheme, or files for anything without one."""
     where = os.fspath(path)
     if not isinstance(where, str):
         raise TypeError(f"path: must be str or PathLike, not {type(where).__name__}")
-    if "://" in where:
-        scheme = where.split("://")[0]
-        raise ValueError(f"path: no engine for {scheme!r} URLs; give a directory")
     if not where or "\0" in where:
         raise ValueError(f"path: {where!r} is not a directory name")
-    return _FileEngine(os.path.abspath(where), name, **options)
+    if "://" not in where:
+        return _FileEngine(os.path.abspath(where), name, **options)
+    scheme = where.split("://")[0]
+    engine = _ENGINE_OF.get(scheme)
+    if engine is None:
+        known = ", ".join(f"{scheme}://" for scheme in _ENGINE_OF)
+        raise ValueError(
+            f"path: no engine for {scheme!r} URLs; give a directory or {known}"
+        )
+    return engine(where, name, **options)
 
 
 # File engine
@@ -1379,7 +1506,7 @@ class _FileCore(_Engine):
         shared: bool,
         lock_timeout: float,
     ) -> None:
-        self.path = path
+        self.path = self.source = path
         self._max_retries = max_retries
         shared = shared and os.environ.get("TINY_QUEUE_NO_FLOCK", "") in ("", "0")
         lock = os.path.join(path, f"{name}.lock")
@@ -1775,7 +1902,9 @@ class _FileLeases(_FileCore):
 
     # Insert
 
-    def insert(self, new: Sequence[_New], exist_ok: bool) -> list[Job]:
+    def insert(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
         if len(new) == 1 and new[0].id is None and self._store.fsync:
             return self._insert_together(new[0])
         if all([item.id is None for item in new]):
@@ -1847,16 +1976,6 @@ class _FileLeases(_FileCore):
             revs.append(index.next_rev(key))
         jobs, changes = self._new_jobs(new, revs)
         return jobs, self._append(store.files[0], changes, durable=True)
-
-    def _duplicate(self, job: Job) -> DuplicateJobError:
-        advice = "use another id or exist_ok, or wait for it to finish"
-        if job.state == "dead":
-            advice = "requeue it, or cancel it to free its id"
-        return DuplicateJobError(
-            f"job {job.id!r} is already {job.state} in {self.path!r}; {advice}",
-            id=job.id,
-            state=job.state,
-        )
 
     def _new_jobs(
         self, new: Sequence[_New], revs: Sequence[int], many: bool = True
@@ -2125,6 +2244,7 @@ class _FileEngine(_FileLeases):
         delay: float = 0.0,
         error: str | None = None,
         counted: bool = True,
+        connection: Any = None,
     ) -> None:
         settle = getattr(self, f"_settle_{outcome}")
         self._commit(self._transact(settle, job, delay, error, counted))
@@ -2167,13 +2287,7 @@ class _FileEngine(_FileLeases):
                 token = self._record(key, entry).fields.get("token")
             if token == job.token:
                 return entry
-        raise LeaseLostError(
-            f"job {job.id!r} is no longer leased to token {job.token!r} in"
-            f" {self.path!r}: the lease ran out, was reaped or cancelled, or the job"
-            " is settled; drop this delivery's result or make it idempotent",
-            id=job.id,
-            token=job.token,
-        )
+        raise self._lost(job)
 
     def extend(self, job: Job, seconds: float) -> Job:
         return cast(Job, self._transact(self._extend, job, seconds))
@@ -2243,12 +2357,6 @@ class _FileEngine(_FileLeases):
         if entry & 7 == _DONE:
             raise self._unknown(id, "pending, inflight or dead")
         return self._job(self._record(key, entry), entry)
-
-    def _unknown(self, id: str, states: str) -> JobNotFoundError:
-        return JobNotFoundError(
-            f"job {id!r} is not {states} in queue {self.path!r}; jobs() lists what is",
-            id=id,
-        )
 
     def requeue(self, id: str | None) -> int:
         keys = None if id is None else [_key(id)]
@@ -4218,6 +4326,30 @@ def _ear() -> _Ear:
         return _Inotify()
     except (AttributeError, ImportError, OSError, TypeError):
         return _Ear()
+
+
+# Databases: what their engines share
+# =============================================================================
+
+
+def _to_column(text: str) -> str:
+    """Any str as text that a database takes.
+
+    Text with a NUL or half a surrogate pair goes in as a JSON string.  So does
+    text with a backslash: a backslash tells the one form from the other.
+    """
+    if "\\" in text or "\0" in text or _SURROGATE.search(text):
+        return _quote(text)
+    return text
+
+
+def _from_column(text: str) -> str:
+    return cast(str, json.loads(text)) if "\\" in text else text
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+_ENGINE_OF: dict[str, Callable[..., _Engine]] = {}  # by URL scheme
 
 
 # Command line
