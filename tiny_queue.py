@@ -267,11 +267,7 @@ class Job(_JobFields):
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Job:
-        # Filled before it becomes a Job: a quarter of the time that thirteen
-        # calls of object.__setattr__ take, in each put and get.
-        job = _JobFields(*args, **kwargs)
-        job.__class__ = cls
-        return cast(Job, job)
+        return _job(_JobFields(*args, **kwargs))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass  # __new__ did it
@@ -299,6 +295,14 @@ class Job(_JobFields):
     def __repr__(self) -> str:
         # No payload: a Job ends up in logs, and payloads must not.
         return f"<Job {self.id!r} {self.state}, attempts={self.attempts}>"
+
+
+def _job(fields: _JobFields) -> Job:
+    """Make a Job of its fields: filled before it is immutable, it takes a
+    quarter of the time of thirteen calls of object.__setattr__, and made here
+    half the time of a call of Job."""
+    fields.__class__ = Job
+    return fields  # type: ignore[return-value]
 
 
 class Stats(NamedTuple):
@@ -866,7 +870,7 @@ _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
 
 def _shallow(text: str, limit: int = _MAX_DEPTH) -> bool:
     """Whether JSON text nests at most so many levels."""
-    if text.count("[") + text.count("{") <= limit:
+    if len(text) <= limit or text.count("[") + text.count("{") <= limit:
         return True
     depth = 0
     for match in _BRACKETS.finditer(text):
@@ -1982,6 +1986,7 @@ class _FileLeases(_FileCore):
     ) -> tuple[list[Job], list[_Change]]:
         """Jobs and their lines; with `many` they are all or nothing."""
         now = time.time()
+        created = f'"created_at":{now},'  # once: a float's repr takes 1 us
         jobs, changes = [], []
         last = len(new) - 1 if many else 0
         for i, (item, rev) in enumerate(zip(new, revs)):
@@ -1998,7 +2003,7 @@ class _FileLeases(_FileCore):
             key = _quote(id)
             line = _sealed(
                 f'{{"id":{key},"rev":{rev},"attempts":0,"priority":{priority},'
-                f'"run_at":{run_at or 0},{lines}"created_at":{now},{limit}'
+                f'"run_at":{run_at or 0},{lines}{created}{limit}'
                 f'"payload":{text}',
                 "+" if i < last else "",
             )
@@ -2008,12 +2013,9 @@ class _FileLeases(_FileCore):
             )
             if retries is None:
                 retries = self._max_retries
-            jobs.append(
-                Job(
-                    id, payload, "pending", 0, priority, now, run_at,
-                    max_retries=retries,
-                )
-            )  # fmt: skip
+            fields = _JobFields(id, payload, "pending", 0, priority, now, run_at)
+            fields.max_retries = retries
+            jobs.append(_job(fields))
         return jobs, changes
 
     # Lease
@@ -2072,7 +2074,7 @@ class _FileLeases(_FileCore):
     ) -> Job:
         fields = record.fields
         retries = fields.get("max_retries")
-        return Job(
+        job = _JobFields(
             fields["id"],
             fields["payload"],
             "inflight",
@@ -2087,6 +2089,7 @@ class _FileLeases(_FileCore):
             token,
             holder,
         )
+        return _job(job)
 
     def _pick(
         self, n: int, lapsed: collections.deque[_Lease]
@@ -2519,6 +2522,11 @@ _LINES = re.compile(
     rb'(\{"id":"(?:[^"\\]|\\.)+","rev":\d+,"attempts":\d+,"priority":-?\d+,'
     rb'"run_at":[0-9.e+-]+,)"lines":(\d+),'
 )
+_USUAL = re.compile(
+    r'\{"id":"([^"\\]+)","rev":(\d{1,9}),"attempts":(\d{1,15}),'
+    r'"priority":(-?\d{1,10}),"run_at":0,(?:"lines":\d+,)?'
+    r'("created_at":(\d{1,10}\.\d+),"payload":)'
+)
 _BOM = b"\xef\xbb\xbf"
 _KNOWN = frozenset(
     "id rev attempts priority run_at token holder clock leased_at renewed_at"
@@ -2703,14 +2711,39 @@ def _own_record(body: bytes) -> _Record | None:
         return None
     text = body.decode() + "}"
     try:
-        fields = _scan(text, 0)[0]
-        place = text.index(',"created_at":')
+        return _usual_record(text) or _scanned_record(text)
     except (StopIteration, ValueError):
         return None
     except RecursionError:
         if _shallow(text, _MAX_DEPTH + 1):
             raise  # the caller's own stack is nearly full
         return None
+
+
+def _usual_record(text: str) -> _Record | None:
+    """Decode the line of a plain put, at half the cost of any line's."""
+    match = _USUAL.match(text)
+    if match is None:
+        return None
+    payload, end = _scan(text, match.end())
+    if end != len(text) - 1:
+        return None
+    id, rev = match[1], int(match[2])
+    fields = {
+        "id": id,
+        "rev": rev,
+        "attempts": int(match[3]),
+        "priority": int(match[4]),
+        "run_at": 0,
+        "created_at": float(match[6]),
+        "payload": payload,
+    }
+    return _Record(id.encode(), rev, fields, text[match.start(5) : -1])
+
+
+def _scanned_record(text: str) -> _Record | None:
+    fields = _scan(text, 0)[0]
+    place = text.index(',"created_at":')
     if not fields.keys() >= _NEEDED or text.find("{", 1, place) >= 0:
         return None
     names = list(fields)
