@@ -5843,6 +5843,8 @@ def _stop_without_supervisor(worker: Worker, timeout: float | None) -> None:
 # -----------------------------------------------------------------------------
 
 _ROUNDS = 3
+_CROWD_SECONDS = 1.0
+_PUTS_A_SECOND = 400
 _MANY = 1000  # jobs of one put_many
 _SAMPLE = {"to": "ada@example.com", "n": 12345}
 
@@ -5900,10 +5902,16 @@ class _Bench:
             "wake-up": self._measure_wake_up,
             "kill -9": self._measure_kill,
         }
+        crowds = {
+            "eight processes": self._measure_crowd,
+            "eight waiting workers": self._measure_waiting,
+        }
         for turn in range(_ROUNDS):
-            for what, measure in measures.items():
+            for what, measure in {**measures, **crowds}.items():
                 _progress(f"round {turn + 1} of {_ROUNDS}: {what}")
                 measure(turn)
+            if self.jobs < 1000:
+                crowds = {}  # once is enough: starting 16 processes takes seconds
         return [self._figure(*work) for work in self._seen]
 
     def _fill(self, name: str, count: int, payload: Any) -> None:
@@ -6038,6 +6046,37 @@ class _Bench:
                 queue.task_done(cast("Job", found.result()))
         self._note("redelivery after kill -9", "s", time.perf_counter() - start)
 
+    def _measure_crowd(self, turn: int) -> None:
+        """Four that put and four that take, to one process that does both."""
+        path = os.path.join(self.folder, f"crowd{turn}")
+        with Queue(path, fsync=False) as queue:
+            queue.put_many([_SAMPLE] * self.quick)  # that no taker runs dry
+            one = 2 * _rate(self.quick // 2, lambda: _round_trip(queue))
+            with _Children(["put"] * 4 + ["take"] * 4, path) as children:
+                for child in children:
+                    child.send(time.monotonic() + _CROWD_SECONDS)
+                seen = [child.answer() for child in children]
+        counts = [count for count, _ in seen]
+        fair = min(4 * min(four) / sum(four) for four in (counts[:4], counts[4:]))
+        total = sum(counts) / _CROWD_SECONDS / one
+        self._note("8 processes, 4 put and 4 take, to one", "times", total)
+        self._note("the slowest of four of them, to their mean", "times", fair)
+        longest = max(wait for _, wait in seen)
+        self._note("the longest call among the 8", "ms", longest * 1e3)
+
+    def _measure_waiting(self, turn: int) -> None:
+        path = os.path.join(self.folder, f"waiting{turn}")
+        with Queue(path, fsync=False) as queue, _Children(["wait"] * 8, path) as all8:
+            start = time.monotonic()
+            for i in range(_PUTS_A_SECOND):
+                time.sleep(max(0.0, start + i / _PUTS_A_SECOND - time.monotonic()))
+                queue.put(_SAMPLE)
+            for child in all8:
+                child.send(0.0)
+            used: float = sum(child.answer() for child in all8)
+        what = f"CPU of 8 waiting workers at {_PUTS_A_SECOND} puts a second"
+        self._note(what, "cores", used / (time.monotonic() - start))
+
 
 class _Bare:
     """The floor of an operation: its system calls and JSON, nothing else."""
@@ -6157,8 +6196,31 @@ class _Child:
         return json.loads(line)
 
 
+class _Children:
+    """Several of them, ready to start together."""
+
+    def __init__(self, measures: Sequence[str], folder: str) -> None:
+        self._children = [_Child(what, folder) for what in measures]
+
+    def __enter__(self) -> list[_Child]:
+        for child in self._children:
+            child.answer()
+        return self._children
+
+    def __exit__(self, *exc_info: object) -> None:
+        for child in self._children:
+            child.__exit__()
+
+
 def _measure_in_child(args: argparse.Namespace) -> int:
-    measures = {"memory": _grow, "wake-up": _be_woken, "hold": _hold}
+    measures = {
+        "memory": _grow,
+        "wake-up": _be_woken,
+        "hold": _hold,
+        "put": _put_along,
+        "take": _take_along,
+        "wait": _wait_along,
+    }
     for answer in measures[args.measure](args.dir, args.jobs):
         sys.stdout.write(f"{json.dumps(answer)}\n")
         sys.stdout.flush()
@@ -6202,6 +6264,44 @@ def _hold(folder: str, _: int) -> Iterator[str]:
     job = Queue(folder).get()
     yield cast("Job", job).id
     os.read(0, 1)  # until it is killed
+
+
+def _put_along(folder: str, _: int) -> Iterator[Any]:
+    with Queue(folder, fsync=False) as queue:
+        queue.put(_SAMPLE)
+        yield from _along(lambda: queue.put(_SAMPLE))
+
+
+def _take_along(folder: str, _: int) -> Iterator[Any]:
+    with Queue(folder, fsync=False) as queue:
+        _settle_next(queue)
+        yield from _along(lambda: _settle_next(queue))
+
+
+def _along(work: Callable[[], object]) -> Iterator[Any]:
+    """How often until an instant, and the longest time that it took."""
+    yield "ready"
+    (until,) = struct.unpack("d", os.read(0, 8))
+    count, longest, now = 0, 0.0, time.monotonic()
+    while now < until:
+        work()
+        before, now = now, time.monotonic()
+        count, longest = count + 1, max(longest, now - before)
+    yield count, longest
+
+
+def _wait_along(folder: str, _: int) -> Iterator[Any]:
+    """CPU seconds of taking what comes, until told to stop."""
+    with Queue(folder, fsync=False) as queue:
+        worker = Worker(queue, lambda job: None, handle_signals=False)
+        thread = threading.Thread(target=worker.run_forever)
+        thread.start()
+        yield "ready"
+        start = time.process_time()
+        os.read(0, 8)
+        yield time.process_time() - start
+        worker.stop()
+        thread.join()
 
 
 # bench: its answer
