@@ -1777,6 +1777,43 @@ class WaitingTest(Case):
         self.assertEqual(queue.get(timeout=PATIENCE).payload, 1)
         self.assertLess(time.monotonic() - start, 2.0)
 
+    def test_who_keeps_losing_a_rush_sleeps_on(self):
+        """Woken within 5 ms again and again for jobs that others took, a waiter
+        adds up to 3 ms of sleep each time, 12 at most; a job ends that."""
+        queue, naps, ticks = self.open(), [], itertools.count(0.0, 0.001)
+        engine = queue._engine
+
+        def wait(times):
+            naps.clear()
+            with (
+                mock.patch.object(engine._watch, "wait"),
+                patched("time", sleep=naps.append, monotonic=lambda: next(ticks)),
+                patched("random", uniform=lambda low, high: high),
+            ):
+                for _ in range(times):
+                    engine.wait((0, math.inf), 1.0)
+            return [round(nap, 6) for nap in naps]
+
+        self.assertEqual(wait(6), [0.003, 0.006, 0.009, 0.012, 0.012])
+        queue.put(1)
+        self.assertTrue(queue.get())
+        self.assertEqual(wait(2), [0.003])
+        next(itertools.islice(ticks, 5, None))  # puts have become rare
+        self.assertEqual(wait(1), [])
+
+    def test_a_woken_get_does_not_ask_for_the_dead_each_time(self):
+        """The first look of a get with nothing due asks who is dead at once,
+        the next ones once a second."""
+        clock, engine = Clock(), self.open()._engine
+        with (
+            clock.patch(),
+            mock.patch.object(engine, "_over", return_value=[]) as asked,
+        ):
+            for again, jump, count in ((0, 0, 1), (0, 0, 2), (1, 0, 2), (1, 1, 3)):
+                clock.jump(mono=jump)
+                engine.lease(1, 300.0, True, bool(again))
+                self.assertEqual(asked.call_count, count)
+
     def test_none_waits_without_limit(self):
         """get(None) returns only with a job."""
         queue = self.open()

@@ -486,8 +486,7 @@ class Queue:
         return jobs[0] if jobs else None
 
     def _get_detached(self, timeout: float, lease_timeout: float | None) -> Job | None:
-        """A job for a process that ends before the job does (a shell script's
-        `get`): no holder, so only time ends its lease."""
+        """A job for a process that ends before it (a shell script's `get`)."""
         jobs = self._get(1, timeout, lease_timeout, held=False)
         return jobs[0] if jobs else None
 
@@ -508,8 +507,10 @@ class Queue:
         deadline = math.inf
         if timeout is not None:
             deadline = time.monotonic() + _number("timeout", timeout, 0, math.inf)
+        seen: object = None
         while True:
-            jobs, lapses, seen = self._engine.lease(n, seconds, held)
+            again = seen is not None
+            jobs, lapses, seen = self._engine.lease(n, seconds, held, again)
             if jobs:
                 self._give_back_quietly(lapses)
                 return jobs
@@ -1337,9 +1338,13 @@ class _Engine:
         """
         raise NotImplementedError
 
-    def lease(self, n: int, seconds: float, held: bool) -> _Leased:
+    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
         """Lease up to n due jobs; without `held` the lease outlives this
-        process and ends only by time."""
+        process and ends only by time.
+
+        With nothing due it asks whose holder is dead, `again` (in the same
+        get) at most once a second.
+        """
         raise NotImplementedError
 
     def settle(
@@ -1494,6 +1499,8 @@ _STATE_OF = (_PENDING, _INFLIGHT, _DEAD)  # and back
 _NAME_OF = ("pending", "inflight", "dead")  # of a file, and of its jobs' state
 _MAX_REV = 2**28
 _READ_AHEAD = _MIB  # more than this is read outside the flock
+_RUSH = 5e-3  # seconds: puts that come faster than that are a rush
+_DOZE = 3e-3
 _IDLE_SLACK = 64 * 1024  # superseded bytes that an idle get leaves behind
 
 
@@ -1528,6 +1535,7 @@ class _FileCore(_Engine):
         self._holder: _Holder | None = None
         self._index = _Index()
         self._looked = -math.inf
+        self._lost_races = 0, -math.inf
         self._turns = _Turns()
         self._lapses_left: collections.deque[_Lease] = collections.deque()
         self._watch = _Watch()
@@ -2020,19 +2028,21 @@ class _FileLeases(_FileCore):
 
     # Lease
 
-    def lease(self, n: int, seconds: float, held: bool) -> _Leased:
+    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
         news = self._watch.news
-        jobs, lapses, due = self._transact(self._lease, n, seconds, held)
+        jobs, lapses, due = self._transact(self._lease, n, seconds, held, again)
+        if jobs:
+            self._lost_races = 0, -math.inf
         return _Leased(jobs, lapses, (news, due))
 
     def _lease(
-        self, n: int, seconds: float, held: bool
+        self, n: int, seconds: float, held: bool, again: bool
     ) -> tuple[list[Job], list[_Lapse], float]:
         index = self._index
         now, clock = time.time(), time.monotonic()
         index.ripen(now)
         undecided: list[_Lapse] = []
-        nothing = not (index.counts[_PENDING] or self._lapses_left)
+        nothing = not (again or index.counts[_PENDING] or self._lapses_left)
         if nothing or clock - self._looked >= _TICK:
             self._looked = clock
             self._lapses_left, undecided = self._first_lapses(clock, now)
@@ -2467,6 +2477,18 @@ class _FileEngine(_FileLeases):
         news, due = cast("tuple[int, float]", seen)
         seconds = min(seconds, max(0.0, due - time.time()))
         self._watch.wait(news, self._store.files[0], seconds)
+        self._doze()
+
+    def _doze(self) -> None:
+        """Who was woken again and again for jobs that others took sleeps on
+        for some milliseconds, or each put would cost every waiting process a
+        look.  Who took the last one does not, nor anybody when puts are rare.
+        """
+        losses, since = self._lost_races
+        losses = min(losses + 1, 4) if time.monotonic() - since < _RUSH else 0
+        if losses:
+            time.sleep(random.uniform(0, losses * _DOZE))
+        self._lost_races = losses, time.monotonic()
 
     def verify(self) -> list[Damage]:
         files = self._locked(self._store.glimpse, write=False)
@@ -3398,7 +3420,7 @@ class _Inode:
                     yield 0, block[:end]
                 return
             else:
-                more = min(place, max(_CHUNK // 16, len(block)))
+                more = min(place, max(4096, len(block)))
                 place -= more
                 block = self.read(place, more) + block[:end]
                 end = len(block)
@@ -4072,7 +4094,7 @@ class _FileLock:
                 tries += 1
                 time.sleep(0)
             else:
-                time.sleep(pause)
+                time.sleep(pause * random.uniform(0.5, 1.5))  # not all at once
                 pause = min(pause * 1.5, 1e-3)
             try:
                 _try_lock(fd)
