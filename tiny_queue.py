@@ -509,8 +509,7 @@ class Queue:
             deadline = time.monotonic() + _number("timeout", timeout, 0, math.inf)
         seen: object = None
         while True:
-            again = seen is not None
-            jobs, lapses, seen = self._engine.lease(n, seconds, held, again)
+            jobs, lapses, seen = self._engine.lease(n, seconds, held, seen is not None)
             if jobs:
                 self._give_back_quietly(lapses)
                 return jobs
