@@ -1857,7 +1857,7 @@ class _Turn:
         self.jobs: list[Job] = []
         self.ticket: _Ticket | None = None
         self.error: LockTimeoutError | None = None
-        self.leads = False
+        self.leads = self.left = False
         self.gate: threading.Lock | None = None
         self.batch: list[_Turn] = []  # those that it leads
         self.gates: list[threading.Lock] = []  # theirs, while it wakes them
@@ -1874,6 +1874,7 @@ class _Turns:
     def enter(self, turn: _Turn) -> bool:
         """True: lead.  Else a leader has worked for this turn, or failed."""
         with self._lock:
+            turn.left = False
             self._waiting.append(turn)
             # A signal handler's put must not wait for its own thread.
             if self._leader is None or self._leader.thread == turn.thread:
@@ -1892,6 +1893,8 @@ class _Turns:
 
     def leave(self, turn: _Turn) -> None:
         """End a turn, however it went; a leader hands on and wakes its batch."""
+        if turn.left:
+            return
         with self._lock:
             if turn in self._waiting:
                 self._waiting.remove(turn)
@@ -1906,6 +1909,7 @@ class _Turns:
             turn.batch = []
         while turn.gates:  # last in, first out: the next leader first
             turn.gates.pop().release()
+        turn.left = True
 
 
 class _FileLeases(_FileCore):
@@ -3732,7 +3736,8 @@ class _Store:
         """
         for ticket in tickets:
             if ticket is not None:
-                while not self._committed(*ticket):
+                inode, number = ticket
+                while inode.synced < number and not self._committed(inode, number):
                     pass
 
     def _committed(self, inode: _Inode, number: int) -> bool:
