@@ -1313,6 +1313,11 @@ class _Parcel(NamedTuple):
     token: str  # under which both sides hold it
 
 
+def _moved_state(token: str) -> str:
+    """The state that a job was in when it was held under this token."""
+    return "dead" if token.endswith("-dead") else "pending"
+
+
 class _Engine:
     """What Queue asks of storage.
 
@@ -1409,15 +1414,15 @@ class _Engine:
     def close(self) -> None:
         raise NotImplementedError
 
-    # Moving to another queue: held here, adopted there, dropped here, released
+    # Moving to another queue: held here, adopted there, dropped here, let go
     # there.  Whoever dies in between leaves each job leased on at least one side
-    # and deliverable on none, and tokens tell which jobs are whose.
+    # and deliverable on none; the token, the same on both, tells which it is.
 
     def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
         """Lease up to n pending (due or not) or dead jobs for a move.
 
-        No holder, uncounted, for so many seconds, under new tokens that start
-        with the prefix.  The parcels say what the jobs were before.
+        No holder, uncounted, for so many seconds, under new tokens: prefix,
+        something unique, "-" and the state.  The parcels say what they were.
         """
         raise NotImplementedError
 
@@ -2240,15 +2245,148 @@ class _FileLeases(_FileCore):
             else:
                 run_at = now + delay if delay else 0.0
                 moves[0].append(self._pending(record, run_at, error, extra))
-        tickets = [
+        return sum(map(len, moves.values())), self._append_moves(moves)
+
+    def _append_moves(self, moves: dict[int, list[_Change]]) -> list[_Ticket | None]:
+        return [
             self._append(self._store.files[file], changes, durable=True, spare=True)
             for file, changes in moves.items()
             if changes
         ]
-        return sum(map(len, moves.values())), tickets
 
 
-class _FileEngine(_FileLeases):
+class _FileMoves(_FileLeases):
+    """Jobs on their way to another queue or from one; each step is synced,
+    since the next lets the other side forget."""
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        parcels, ticket = self._transact(self._hold, state, n, seconds, prefix)
+        self._commit(ticket)
+        return cast("list[_Parcel]", parcels)
+
+    def _hold(
+        self, state: str, n: int, seconds: float, prefix: str
+    ) -> tuple[list[_Parcel], _Ticket | None]:
+        records = self._dead_records(n) if state == "dead" else self._waiting(n)
+        tokens = [f"{prefix}{self._fresh()}-{state}" for _ in records]
+        parcels = list(map(self._parcel, records, tokens))
+        return parcels, self._lease_moved(records, parcels, seconds)
+
+    def _waiting(self, n: int) -> list[_Record]:
+        """In the order of delivery, then those not due, the earliest first."""
+        index = self._index
+        records = [record for record, _, _ in self._pick(n, collections.deque())]
+        while len(records) < n and index.next_due() < math.inf:
+            *_, key = heapq.heappop(index.delayed)
+            records.append(self._record(key, index.entries[key]))
+        return records
+
+    def _dead_records(self, n: int) -> list[_Record]:
+        return [self._record(key, entry) for entry, key in self._index.live(2)[:n]]
+
+    def _parcel(self, record: _Record, token: str) -> _Parcel:
+        fields, state = record.fields, _moved_state(token)
+        return _Parcel(
+            fields["id"],
+            _encode(fields["payload"]),
+            state,
+            fields["attempts"],
+            fields["priority"],
+            float(fields["created_at"]),
+            float(fields["run_at"]),
+            fields.get("leased_at") if state == "dead" else None,
+            fields.get("last_error"),
+            fields.get("max_retries"),
+            fields.get("lapses", 0),
+            token,
+        )
+
+    def _lease_moved(
+        self, records: Sequence[_Record], parcels: Sequence[_Parcel], seconds: float
+    ) -> _Ticket | None:
+        """Uncounted leases without a holder, under the parcels' tokens."""
+        now, clock = time.time(), time.monotonic()
+        changes = []
+        for record, parcel in zip(records, parcels):
+            stamp = _stamp(parcel.token, 0, clock, now, seconds, parcel.leased_at)
+            if parcel.lapses:
+                stamp += f'"lapses":{parcel.lapses},'
+            rev = self._index.next_rev(record.key)
+            attempts, run_at, error = parcel.attempts, parcel.run_at, parcel.last_error
+            change = record.change(_INFLIGHT, rev, attempts, run_at, stamp, error)
+            changes.append(change)
+        if not changes:
+            return None
+        return self._append(self._store.files[1], changes, durable=True, spare=True)
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        return cast("list[_Parcel]", self._transact(self._find_held, prefix))
+
+    def _find_held(self, prefix: str) -> list[_Parcel]:
+        records = [self._record(key, entry) for entry, key in self._index.live(1)]
+        tokens = [str(record.fields.get("token", "")) for record in records]
+        return [
+            self._parcel(record, token)
+            for record, token in zip(records, tokens)
+            if token.startswith(prefix)
+        ]
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        self._commit(self._transact(self._adopt, parcels, seconds))
+
+    def _adopt(self, parcels: Sequence[_Parcel], seconds: float) -> _Ticket | None:
+        index, records = self._index, []
+        for parcel in parcels:
+            key = _key(parcel.id)
+            entry = index.entries.get(key, _DONE)
+            if entry & 7 != _DONE:
+                raise self._duplicate(self._job(self._record(key, entry), entry))
+            limit = ""
+            if parcel.max_retries is not None:
+                limit = f'"max_retries":{parcel.max_retries},'
+            rest = f'"created_at":{parcel.created_at},{limit}"payload":{parcel.text}'
+            records.append(_Record(key, 0, {"priority": parcel.priority}, rest))
+        return self._lease_moved(records, parcels, seconds)
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        lost, ticket = self._transact(self._drop, parcels)
+        self._commit(ticket)
+        return cast("set[str]", lost)
+
+    def _drop(self, parcels: Sequence[_Parcel]) -> tuple[set[str], _Ticket | None]:
+        ours = [parcel for parcel in parcels if self._has_lease(parcel)]
+        lost = {parcel.id for parcel in parcels} - {parcel.id for parcel in ours}
+        changes = [self._tombstone(_key(parcel.id)) for parcel in ours]
+        if not changes:
+            return lost, None
+        files = self._store.files
+        return lost, self._append(files[1], changes, durable=True, spare=True)
+
+    def _has_lease(self, parcel: _Parcel) -> bool:
+        entry = self._index.entries.get(_key(parcel.id), _DONE)
+        if entry & 7 != _INFLIGHT:
+            return False
+        token = self._record(_key(parcel.id), entry).fields.get("token")
+        return bool(token == parcel.token)
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._commit(*self._transact(self._let_go, parcels))
+
+    def _let_go(self, parcels: Sequence[_Parcel]) -> list[_Ticket | None]:
+        moves: dict[int, list[_Change]] = {0: [], 2: []}
+        for parcel in filter(self._has_lease, parcels):
+            key = _key(parcel.id)
+            record = self._record(key, self._index.entries[key])
+            extra = f'"lapses":{parcel.lapses},' if parcel.lapses else ""
+            if parcel.state == "dead":
+                moves[2].append(self._dead(record, parcel.last_error, extra))
+            else:
+                run_at, error = parcel.run_at, parcel.last_error
+                moves[0].append(self._pending(record, run_at, error, extra))
+        return self._append_moves(moves)
+
+
+class _FileEngine(_FileMoves):
     """The engine for a directory; see the module's docstring, I1 to I9."""
 
     # Settle, extend
@@ -4540,6 +4678,12 @@ _COMMANDS = {
         "take back the jobs whose lease is over",
         "reap jobs --older-than 1h",
     ),
+    "move": (
+        "TARGET",
+        "to-name",
+        "move all waiting and dead jobs to another queue; again: go on",
+        "move jobs other-jobs",
+    ),
     "compact": ("", "", "rewrite the files without what is superseded", "compact jobs"),
     "verify": ("", "", "read every byte and list what is damaged", "verify jobs"),
     "work": (
@@ -4609,6 +4753,7 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     switch("prometheus", "answer in Prometheus' text format")
     time("interval", "between two looks (default: 1)", default=1.0)
     switch("all", "all dead jobs, not one ID")
+    add("to-name", "the queue's name in TARGET (default: the same)", metavar="NAME")
     time("older-than", "only jobs not touched for so long (reap: also such jobs)")
     switch("yes", "do not ask", "-y", "--yes")
     number("processes", "worker processes (default: 1)", 1, 1)
@@ -5181,6 +5326,102 @@ def _cmd_reap(args: argparse.Namespace, out: _Out) -> int:
     with _find_queue(args) as queue:
         count = queue.reap_stale(args.older_than)
     return _counted(out, "reaped", count)
+
+
+def _cmd_move(args: argparse.Namespace, out: _Out) -> int:
+    name = args.name if args.to_name is None else args.to_name
+    with _find_queue(args) as source, Queue(args.given[0], name) as target:
+        if (source._engine.source, source.name) == (target._engine.source, name):
+            raise _RefusalError("a queue cannot move to itself", _USAGE)
+        move = _Move(source, target)
+        try:
+            move.run()
+        except (KeyboardInterrupt, QueueError):
+            _say("not finished: the same command goes on where this one ended")
+            raise
+        finally:
+            _progress("")
+        left = source.stats().inflight
+    seen = {**move.moved, "kept": len(move.kept), "inflight": left}
+    if not out.human:
+        out.json(seen)
+        return _REFUSED if move.kept else _OK
+    out.line("moved {pending} waiting and {dead} dead jobs".format(**seen))
+    if move.kept:
+        out.line(f"{len(move.kept)} stay: the target has their ids")
+    if left:
+        out.line(f"{left} inflight stay until they are settled or reaped")
+    return _REFUSED if move.kept else _OK
+
+
+class _Move:
+    """Moves jobs in batches, each held here, adopted there, dropped here and
+    let go there.
+
+    Dying in between leaves at most one batch to go on with: jobs held on
+    both sides, or on one, under tokens that name this move.  What nobody goes
+    on with comes back by itself when the leases end, after an hour.
+    """
+
+    _SECONDS = 3600.0
+
+    def __init__(self, source: Queue, target: Queue) -> None:
+        self._here, self._there = source._engine, target._engine
+        self.total = len(source) + source.stats().dead
+        where = f"{target._engine.source}\n{target.name}"
+        self._prefix = f"move-{crc32(where.encode('utf-8', 'surrogatepass')):08x}-"
+        self.moved = {"pending": 0, "dead": 0}
+        self.kept: list[_Parcel] = []  # the target has a job of that id
+
+    def run(self) -> None:
+        self._go_on()
+        for state in self.moved:
+            while batch := self._here.hold(state, _BATCH, self._SECONDS, self._prefix):
+                self._adopt(batch)
+                done = sum(self.moved.values())
+                _progress(f"moved {done:,} of {self.total:,}")
+        self._here.let_go(self.kept)
+
+    def _go_on(self) -> None:
+        """Finish what an earlier move left."""
+        here = {parcel.token: parcel for parcel in self._here.held(self._prefix)}
+        there = {parcel.token: parcel for parcel in self._there.held(self._prefix)}
+        self._adopt([here[token] for token in here if token not in there])
+        self._drop([here[token] for token in here if token in there])
+        self._land([there[token] for token in there if token not in here])
+
+    def _land(self, parcels: list[_Parcel]) -> None:
+        """Let go what is gone from here; what came back here is ours again."""
+        back = [parcel for parcel in parcels if self._is_here(parcel)]
+        self._there.drop(back)
+        self._finish([parcel for parcel in parcels if parcel not in back])
+
+    def _is_here(self, parcel: _Parcel) -> bool:
+        try:
+            self._here.find(parcel.id)
+            return True
+        except JobNotFoundError:
+            return False
+
+    def _adopt(self, parcels: list[_Parcel]) -> None:
+        while parcels:
+            try:
+                self._there.adopt(parcels, self._SECONDS)
+                break
+            except DuplicateJobError as exc:
+                self.kept += [parcel for parcel in parcels if parcel.id == exc.id]
+                parcels = [parcel for parcel in parcels if parcel.id != exc.id]
+        self._drop(parcels)
+
+    def _drop(self, parcels: list[_Parcel]) -> None:
+        lost = self._here.drop(parcels)
+        self._there.drop([parcel for parcel in parcels if parcel.id in lost])
+        self._finish([parcel for parcel in parcels if parcel.id not in lost])
+
+    def _finish(self, parcels: list[_Parcel]) -> None:
+        self._there.let_go(parcels)
+        for parcel in parcels:
+            self.moved[parcel.state] += 1
 
 
 def _cmd_compact(args: argparse.Namespace, out: _Out) -> int:
