@@ -822,7 +822,7 @@ class NamesTest(Case):
         """A name cannot leave the directory, collide, or hide."""
         for name in (
             "../evil", "a/b", "", ".", "..", "a\0b", "x" * 65, "x" * 300, "a\n",
-            "é", "a b", "a.dead", "a.pending", "a*", "\u0661",
+            "é", "a b", "a.dead", "a.pending", "a*", "\u0661", "con", "NUL", "lpt1",
         ):  # fmt: skip
             with self.subTest(name):
                 self.assertRaises(ValueError, tq.Queue, self.path, name)
@@ -830,7 +830,7 @@ class NamesTest(Case):
 
     def test_good_names_share_a_directory(self):
         """Queues of one directory do not see each other's jobs."""
-        names = ["a", "-rf", "_", "x" * 64, "a-dead", "a_pending", "B2"]
+        names = ["a", "-rf", "_", "x" * 64, "a-dead", "a_pending", "B2", "A"]
         queues = [self.open(name=name) for name in names]
         for queue in queues:
             queue.put(queue.name, id="same")
@@ -888,6 +888,7 @@ class PayloadsTest(Case):
         queue = self.open()
         for payload in (
             {1: "a"},
+            {1: "a", "1": "b"},
             (1, 2),
             {"t": (None, True)},
             {2.5: 1, None: 2},
@@ -1264,10 +1265,12 @@ class RetryTest(Case):
                 backoff = bad if callable(bad) else lambda n, bad=bad: bad
                 queue = self.open(backoff=backoff, name=f"q{id(bad)}")
                 queue.put(1, id="a")
-                queue.task_done(queue.get(), False, "e")
+                with self.assertLogs("tiny_queue", "ERROR") as logs:
+                    queue.task_done(queue.get(), False, "e")
+                self.assertIn("backoff failed", logs.output[0])
                 job = queue.find("a")
                 self.assertEqual((job.state, job.last_error), ("pending", "e"))
-                self.assertTrue(0 <= job.run_at <= 1e9 + 1e9 + 1)
+                self.assertTrue(0 < job.run_at - 1e9 <= 1.1, "the default")
 
     def test_a_huge_attempt_count_is_survived(self):
         """A job of 5000 attempts fails with a capped delay."""
@@ -1920,6 +1923,29 @@ class PicklingTest(Case):
         rest = [id for id in ids if id != "exit"]
         self.assertEqual(rest, [f"n{n}" for n in range(len(rest))])
 
+    def test_the_main_thread_may_leave_a_worker_behind(self):
+        """The process ends at once, whatever the worker's daemon thread is
+        doing, and each job is done or alive."""
+        code = (
+            "import sys, threading, tiny_queue as tq\n"
+            "q = tq.Queue(sys.argv[1], fsync=False)\n"
+            "async def later(job): print(job.id, flush=True)\n"
+            "def now(job): print(job.id, flush=True); begun.set()\n"
+            "begun = threading.Event()\n"
+            "for handler in (later, now):\n"
+            "    worker = tq.Worker(q, handler, concurrency=2)\n"
+            "    threading.Thread(target=worker.run_forever, daemon=True).start()\n"
+            "begun.wait(10)\n"
+        )
+        queue = self.open()
+        queue.put_many(range(500), ids=[f"j{n}" for n in range(500)])
+        done = run_python(code, self.path, timeout=5)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        alive, ran = {job.id for job in queue.jobs()}, done.stdout.split()
+        self.assertEqual(len(ran), len(set(ran)))
+        self.assertLessEqual({f"j{n}" for n in range(500)}, alive | set(ran))
+        self.assertLessEqual(len(alive & set(ran)), 4)
+
 
 class ReentranceTest(Case):
     def test_no_lock_is_held_across_user_code(self):
@@ -1939,6 +1965,19 @@ class ReentranceTest(Case):
             break
         other.put("end")
         self.assertEqual(len(queue), 8)
+
+    def test_a_handler_may_put_into_its_own_queue(self):
+        """Through the worker's object and through another one."""
+        queue, other = self.open(), self.open()
+
+        def handler(job):
+            if job.payload == "first":
+                queue.put("second")
+                other.put("third")
+
+        queue.put("first")
+        worker = tq.Worker(queue, handler, 0.01, stop_when_empty=True)
+        self.assertEqual(worker.run_forever().done, 3)
 
     SIGNALLED = """
 import errno, os, signal, sys
@@ -2297,6 +2336,32 @@ class WorkerOutcomeTest(WorkerCase):
                 self.assertEqual(self.queue.find(id).attempts, 0)
                 self.queue.cancel(id)
 
+    def test_however_a_handler_ends_no_job_is_stuck(self):
+        """Left by an exit, by any BaseException or by the end of its process,
+        the job and the one behind it are done by the next worker."""
+
+        def leave(job):
+            raise ends[job.payload]
+
+        def work(link, handler):
+            tq.Worker(self.queue, handler).run_once()
+
+        seen = []
+        ends = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Exception()]
+        handlers = [leave] * 4 + [lambda job: os._exit(1), lambda job: os.abort()]
+        for n, handler in enumerate(handlers):
+            self.queue.put(n, id="left")
+            child = Child(work, handler)
+            child.wait()
+            child.close()
+            self.queue.put(n, id="behind")
+            worker = tq.Worker(self.queue, lambda j: seen.append((j.id, j.attempts)))
+            while worker.run_once():
+                pass
+            want = [("behind", 1), ("left", 1 if n < 2 else 2)]
+            self.assertEqual(sorted(seen), want)
+            seen.clear()
+
     def test_a_wrong_outcome_fails_the_job(self):
         """A Retry without its delay, or with one that cannot be, is a failure."""
 
@@ -2350,6 +2415,30 @@ class WorkerAsyncTest(WorkerCase):
             self.assertEqual(self.work(form, concurrency=2).done, 2)
             self.assertEqual(len(ran) - before, 2)
             self.assertEqual(len({loop for _, loop in ran[before:]}), 1)
+            self.queue.put(3)
+            self.assertTrue(tq.Worker(self.queue, form).run_once())
+            self.assertEqual(ran[-1][0], 3)
+
+    def test_a_generator_is_not_acknowledged_unrun(self):
+        """A yield in a handler makes a call of it run nothing: a failure that
+        says so, not a success."""
+
+        def plain(job):
+            yield
+
+        async def both(job):
+            yield
+
+        @types.coroutine
+        def old(job):
+            yield
+
+        for handler in (plain, both, old, lambda job: (n for n in "x")):
+            self.queue.put(1, max_retries=0)
+            self.assertTrue(tq.Worker(self.queue, handler).run_once())
+            (job,) = self.queue.dead_letter()
+            self.assertIn("generator", job.last_error)
+            self.queue.purge("dead")
 
     def test_an_async_failure_is_a_failure(self):
         """Its exception counts like any other."""
