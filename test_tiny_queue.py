@@ -2536,6 +2536,54 @@ class WorkerLimitsTest(WorkerCase):
         self.assertEqual(seen, [("a", 2)])
 
 
+class WorkerIdleTest(WorkerCase):
+    """A worker without work costs nothing and is there at once."""
+
+    def queues(self):
+        """Four that have nothing due, each for another reason."""
+        names = ("empty", "delayed", "leased", "damaged")
+        queues = [tq.Queue(self.path, name, fsync=False) for name in names]
+        for queue in queues:
+            queue.put("first")
+            self.addCleanup(queue.close)
+        with open(file_of(self.path, "pending", "damaged"), "ab") as file:
+            file.write(b"nonsense\n")
+        for queue in queues[:1] + queues[3:]:
+            queue.task_done(queue.get())
+        queues[1].put("late", delay=3600)
+        queues[1].task_done(queues[1].get())
+        self.held = queues[2].get()
+        return queues
+
+    def files(self):
+        found = {entry.name: entry.stat() for entry in os.scandir(self.path)}
+        return {name: (i.st_ino, i.st_size, i.st_mtime_ns) for name, i in found.items()}
+
+    def test_idle_workers_cost_little_and_notice_a_put(self):
+        """No file changes, a twentieth of a core is plenty, a put of another
+        process begins at once, and so does stop()."""
+        queues, seen, seconds = self.queues(), [], 5.0 if DEEP else 0.5
+        handler = lambda job: seen.append(job.payload)  # noqa: E731
+        workers = [tq.Worker(queue, handler) for queue in queues]
+        threads = [threading.Thread(target=w.run_forever) for w in workers]
+        before, cpu = self.files(), time.process_time()
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)  # which are measured
+        self.assertLess(time.process_time() - cpu, 4 * seconds / 20)
+        self.assertEqual((seen, self.files()), ([], before))
+        start = time.monotonic()
+        child = Child(lambda link: [queue.put(queue.name) and 0 for queue in queues])
+        self.addCleanup(child.end)
+        eventually(lambda: len(seen) == 4)
+        for worker in workers:
+            worker.stop()
+        for thread in threads:
+            thread.join()
+        self.assertLess(time.monotonic() - start, 2.0)
+        self.assertEqual(sorted(seen), ["damaged", "delayed", "empty", "leased"])
+
+
 class WorkerLeaseTest(WorkerCase):
     """Leases are renewed while a handler runs, and no longer."""
 
@@ -2553,25 +2601,100 @@ class WorkerLeaseTest(WorkerCase):
         return stolen
 
     def test_a_long_job_runs_once(self):
-        """Three lease times of sleep and of pure Python, others polling."""
+        """Three lease times of sleep, of pure Python and of waiting for a
+        program, others polling."""
         starts, stop, stolen = [], threading.Event(), []
         thief = threading.Thread(target=lambda: stolen.append(self.steal(stop)))
 
         def handler(job):
             starts.append(job.id)
-            if len(starts) == 2:
+            if len(starts) == 3:
                 thief.start()
+            if job.payload == "program":
+                subprocess.run(["sleep", "1.5"], check=True)
             end = time.monotonic() + 1.5
-            while time.monotonic() < end:
+            while job.payload != "program" and time.monotonic() < end:
                 time.sleep(1.5 if job.payload == "sleep" else 0)
 
-        self.queue.put("sleep", id="s")
-        self.queue.put("loop", id="l")
-        totals = self.work(handler, concurrency=2)
+        for payload in ("sleep", "loop", "program"):
+            self.queue.put(payload, id=payload[0])
+        totals = self.work(handler, concurrency=3)
         stop.set()
         thief.join()
-        self.assertEqual((stolen, sorted(starts)), ([[]], ["l", "s"]))
-        self.assertEqual(totals, tq.Totals(2, 0, 0, 0, 0))
+        self.assertEqual((stolen, sorted(starts)), ([[]], ["l", "p", "s"]))
+        self.assertEqual(totals, tq.Totals(3, 0, 0, 0, 0))
+
+    def test_only_running_jobs_are_renewed(self):
+        """Renewing ends with the handler, failed or not, and its thread with
+        the worker."""
+        queue, renewed = tq.Queue(self.path, fsync=False, lease_timeout=0.2), []
+        extend, before = queue.extend, threading.active_count()
+
+        def handler(job):
+            start = len(renewed)
+            eventually(lambda: renewed[start:].count(job.id) == 2)
+            if job.id == "a":
+                raise ValueError
+
+        queue.put_many([1, 2], ids=["a", "b"])
+        record = lambda job, *rest: renewed.append(job.id) or extend(job, *rest)  # noqa: E731
+        with mock.patch.object(queue, "extend", record):
+            tq.Worker(queue, handler, 0.05, stop_when_empty=True).run_forever()
+            self.assertEqual(threading.active_count(), before)
+        self.assertRegex("".join(renewed), "^aaa?bbb?$")  # one may be under way
+
+    def test_jobs_that_went_to_another_are_his(self):
+        """A worker that stood still longer than its lease settles nothing, by
+        success or failure, says so, and goes on with the next job."""
+        other = tq.Queue(self.path, fsync=False, lease_timeout=1e6)
+        clock, taken = Clock(), []
+
+        def handler(job):
+            if job.id == "c":
+                return
+            clock.jump(3600.0, mono=3600.0)
+            taken.append(eventually(other.get))
+            self.queue.put(job.payload + 1, id=chr(ord(job.id) + 1))
+            if job.id == "b":
+                raise ValueError
+
+        self.queue.put(1, id="a")
+        with clock.patch(), self.assertLogs("tiny_queue", "WARNING") as logs:
+            self.assertEqual(self.work(handler), tq.Totals(1, 0, 0, 0, 2))
+        self.assertEqual("".join(logs.output).count("lease lost"), 2)
+        for job in taken:
+            self.assertEqual(self.queue.find(job.id).token, job.token)
+            other.task_done(job)
+        self.assertEqual(self.queue.stats()[:4], (0, 0, 0, 0))
+
+    def test_an_idle_worker_takes_over_what_others_lost(self):
+        """Without any reaping by hand: the job of a killed process, and where
+        nothing proves that it is dead, the one whose lease ran out."""
+        seen = []
+
+        def hold(link, proven):
+            if not proven:
+                tq._FileLock.new_holder = lambda lock: None
+            job = tq.Queue(self.path, fsync=False, lease_timeout=0.5).get()
+            link.tell(job.id)
+            link.hear()
+
+        self.queue.put_many([1, 2], ids=["a", "b"])
+        children = [Child(hold, True), Child(hold, False)]
+        self.assertEqual([child.hear() for child in children], ["a", "b"])
+        worker = tq.Worker(
+            self.queue, lambda job: seen.append((job.id, job.attempts)), 60
+        )
+        thread = threading.Thread(target=worker.run_forever)
+        thread.start()
+        for child in children:
+            child.end()
+        killed = time.monotonic()
+        eventually(lambda: len(seen) > 1)
+        self.assertLess(time.monotonic() - killed, 2.0)
+        worker.stop()
+        thread.join()
+        self.assertEqual(sorted(seen), [("a", 2), ("b", 2)])
 
     def test_a_lost_lease_is_counted_and_survived(self):
         """The late outcome changes nothing, and the next job is run."""
@@ -2640,6 +2763,25 @@ class WorkerSignalTest(WorkerCase):
             self.assertEqual(child.returncode, 0)
             self.assertEqual(self.queue.stats()[:3], (2, 0, 0))
             self.queue.purge("pending")
+
+    def test_a_storm_of_signals_while_the_handler_prints(self):
+        """Fifty at any lines of it: no re-entered stream, the job is done."""
+        child = self.child(
+            """
+            import logging
+            logging.basicConfig(stream=sys.stdout)
+            def handler(job):
+                for n in range(50):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    print("working", flush=True)
+                    logging.warning("working")
+            print(*tq.Worker(queue, handler, poll_interval=60).run_forever())
+            """
+        )
+        self.queue.put_many(range(6))
+        out = child.communicate(timeout=10)[0].splitlines()
+        self.assertEqual((child.returncode, len(out), out[-1]), (0, 101, "1 0 0 0 0"))
+        self.assertEqual(self.queue.stats()[:3], (5, 0, 0))
 
     def test_a_second_signal_gives_the_job_back(self):
         """At once, and uncounted."""
@@ -4761,8 +4903,8 @@ class HolderTest(Case):
         return ids
 
     def test_a_good_job_behind_a_poison_one_completes(self):
-        """A supervisor that restarts its killed worker sees each poison
-        delivery once, and the good job done."""
+        """A supervisor that restarts its worker, whatever killed that, sees
+        each poison delivery once, and the good job done."""
         queue = self.open(backoff=lambda n: 0)
         queue.put("poison", id="p", max_retries=2)
         queue.put("good", id="g")
@@ -4778,15 +4920,21 @@ class HolderTest(Case):
                 break
         self.assertEqual(started.count("p"), 3)
         self.assertEqual(started.count("g"), 1)
-        self.assertEqual(self.open().find("p").state, "dead")
+        dead = self.open().find("p")
+        self.assertEqual((dead.state, dead.attempts), ("dead", 3))
+        self.assertIn("holder died", dead.last_error)
 
     def worker(self, link):
-        queue = self.open(backoff=lambda n: 0)
-        for job in iter(queue.get, None):
+        def handler(job):
             link.tell(job.id)
             if job.payload == "poison":
-                os.kill(os.getpid(), signal.SIGKILL)
-            queue.task_done(job)
+                number = (signal.SIGKILL, signal.SIGSEGV, 0)[job.attempts - 1]
+                os.kill(os.getpid(), number)
+                os._exit(1)
+
+        worker = tq.Worker(self.open(backoff=lambda n: 0), handler)
+        while worker.run_once():
+            pass
 
     def test_reap_takes_back_what_a_dead_holder_had(self):
         """reap_stale() at once, for any age; many reapers count each once."""
@@ -4803,6 +4951,54 @@ class HolderTest(Case):
         for view in self.views(queue):
             jobs = list(view.jobs("pending"))
             self.assertEqual([job.attempts for job in jobs], [1] * 5)
+
+    def reap_at_once(self):
+        """The sum of what ten processes' reap_stale() give back."""
+
+        def reaper(link):
+            link.tell()
+            link.hear()
+            return self.open().reap_stale(100)
+
+        children = [self.spawn(reaper) for _ in range(10)]
+        for say in (Child.hear, Child.tell):
+            for child in children:
+                say(child)
+        return sum(child.hear() for child in children)
+
+    def long_job(self, clock):
+        """A process with a job that has been renewed for 600 seconds."""
+
+        def hold(link):
+            queue = self.open()
+            job = queue.get()
+            while link.tell() or link.hear():
+                clock.jump(200.0, mono=200.0)
+                queue.extend(job)
+
+        child = self.spawn(hold)
+        child.hear()
+        for _ in range(3):
+            child.tell("on")
+            child.hear()
+            clock.jump(200.0, mono=200.0)
+        return child
+
+    def test_many_reapers_leave_what_is_renewed_and_take_the_rest_once(self):
+        """Ten at once: none takes a long job whose lease was renewed lately;
+        one gives it back when its holder stands still, or dies."""
+        queue, clock = self.open(), Clock()
+        with clock.patch():
+            for end in (lambda child: clock.jump(150.0, mono=150.0), Child.kill):
+                queue.put("long")
+                child = self.long_job(clock)
+                self.assertEqual(self.reap_at_once(), 0)
+                end(child)
+                self.assertEqual(self.reap_at_once(), 1)
+                self.assertEqual(queue.stats()[:4], (1, 0, 0, 0))
+                job = queue.get()
+                self.assertEqual((job.payload, job.attempts), ("long", 2))
+                queue.task_done(job)
 
     def test_a_dead_holder_s_jobs_survive_a_restart_of_everybody(self):
         """A process that starts after the death has them at its first get."""
