@@ -2777,6 +2777,7 @@ class WorkerSignalTest(WorkerCase):
 
     def test_a_storm_of_signals_while_the_handler_prints(self):
         """Fifty at any lines of it: no re-entered stream, the job is done."""
+        self.queue.put_many(range(6))
         child = self.child(
             """
             import logging
@@ -2786,10 +2787,12 @@ class WorkerSignalTest(WorkerCase):
                     os.kill(os.getpid(), signal.SIGTERM)
                     print("working", flush=True)
                     logging.warning("working")
-            print(*tq.Worker(queue, handler, poll_interval=60).run_forever())
+                while not worker._stopping:  # the main thread may be late
+                    time.sleep(0.001)
+            worker = tq.Worker(queue, handler, poll_interval=60)
+            print(*worker.run_forever())
             """
         )
-        self.queue.put_many(range(6))
         out = child.communicate(timeout=10)[0].splitlines()
         self.assertEqual((child.returncode, len(out), out[-1]), (0, 101, "1 0 0 0 0"))
         self.assertEqual(self.queue.stats()[:3], (5, 0, 0))
