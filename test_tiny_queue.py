@@ -2691,8 +2691,10 @@ class WorkerLeaseTest(WorkerCase):
             link.hear()
 
         self.queue.put_many([1, 2], ids=["a", "b"])
-        children = [Child(hold, True), Child(hold, False)]
-        self.assertEqual([child.hear() for child in children], ["a", "b"])
+        children = []
+        for proven, id in ((True, "a"), (False, "b")):
+            children.append(Child(hold, proven))
+            self.assertEqual(children[-1].hear(), id)
         worker = tq.Worker(
             self.queue, lambda job: seen.append((job.id, job.attempts)), 60
         )
