@@ -1923,27 +1923,31 @@ class PicklingTest(Case):
         rest = [id for id in ids if id != "exit"]
         self.assertEqual(rest, [f"n{n}" for n in range(len(rest))])
 
+    LEAVING = """
+import os, sys, threading
+import tiny_queue as tq
+queue, begun = tq.Queue(sys.argv[1], fsync=False), threading.Event()
+def now(job):
+    os.write(1, job.id.encode() + b"\\n")
+    begun.set()
+async def later(job):
+    now(job)
+for handler in (later, now):
+    worker = tq.Worker(queue, handler, concurrency=2)
+    threading.Thread(target=worker.run_forever, daemon=True).start()
+begun.wait(10)
+"""
+
     def test_the_main_thread_may_leave_a_worker_behind(self):
         """The process ends at once, whatever the worker's daemon thread is
         doing, and each job is done or alive."""
-        code = (
-            "import sys, threading, tiny_queue as tq\n"
-            "q = tq.Queue(sys.argv[1], fsync=False)\n"
-            "async def later(job): print(job.id, flush=True)\n"
-            "def now(job): print(job.id, flush=True); begun.set()\n"
-            "begun = threading.Event()\n"
-            "for handler in (later, now):\n"
-            "    worker = tq.Worker(q, handler, concurrency=2)\n"
-            "    threading.Thread(target=worker.run_forever, daemon=True).start()\n"
-            "begun.wait(10)\n"
-        )
-        queue = self.open()
-        queue.put_many(range(500), ids=[f"j{n}" for n in range(500)])
-        done = run_python(code, self.path, timeout=5)
+        queue, ids = self.open(), [f"j{n}" for n in range(500)]
+        queue.put_many(range(500), ids=ids)
+        done = run_python(self.LEAVING, self.path, timeout=5)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         alive, ran = {job.id for job in queue.jobs()}, done.stdout.split()
         self.assertEqual(len(ran), len(set(ran)))
-        self.assertLessEqual({f"j{n}" for n in range(500)}, alive | set(ran))
+        self.assertEqual(set(ids) - alive - set(ran), set())
         self.assertLessEqual(len(alive & set(ran)), 4)
 
 
@@ -2566,7 +2570,7 @@ class WorkerIdleTest(WorkerCase):
         process begins at once, and so does stop()."""
         queues, seen, seconds = self.queues(), [], 5.0 if DEEP else 0.5
         handler = lambda job: seen.append(job.payload)  # noqa: E731
-        workers = [tq.Worker(queue, handler) for queue in queues]
+        workers = [tq.Worker(queue, handler, 0.1) for queue in queues]
         threads = [threading.Thread(target=w.run_forever) for w in workers]
         before, cpu = self.files(), time.process_time()
         for thread in threads:
@@ -2628,7 +2632,7 @@ class WorkerLeaseTest(WorkerCase):
 
     def renewals(self):
         """The ids of a failing job and the next, at each of their renewals."""
-        queue, renewed = tq.Queue(self.path, fsync=False, lease_timeout=0.2), []
+        queue, renewed = tq.Queue(self.path, fsync=False, lease_timeout=0.15), []
         extend = queue.extend
 
         def record(job, *seconds):
@@ -2695,18 +2699,15 @@ class WorkerLeaseTest(WorkerCase):
         for proven, id in ((True, "a"), (False, "b")):
             children.append(Child(hold, proven))
             self.assertEqual(children[-1].hear(), id)
-        worker = tq.Worker(
-            self.queue, lambda job: seen.append((job.id, job.attempts)), 60
-        )
+        handler = lambda job: seen.append((job.id, job.attempts))  # noqa: E731
+        worker = tq.Worker(self.queue, handler, 60, max_jobs=2)
         thread = threading.Thread(target=worker.run_forever)
         thread.start()
         for child in children:
             child.end()
         killed = time.monotonic()
-        eventually(lambda: len(seen) > 1)
+        thread.join(PATIENCE)
         self.assertLess(time.monotonic() - killed, 2.0)
-        worker.stop()
-        thread.join()
         self.assertEqual(sorted(seen), [("a", 2), ("b", 2)])
 
     def test_a_lost_lease_is_counted_and_survived(self):
@@ -3878,7 +3879,8 @@ class CompactionTest(Case):
                 os._exit(0)
 
         queue = self.open()
-        with patched("os", replace=replace):
+        quick = lambda fd: None  # noqa: E731, no power is cut here
+        with patched("os", replace=replace, fsync=quick, fdatasync=quick):
             for n in range(10):
                 link.tell(["put", [queue.put(n).id, queue.put(n).id]])
                 queue.bury(queue.get(), "x")
@@ -4445,23 +4447,26 @@ class ReplacedFilesTest(Case):
         """Whichever file is rotated, in whichever way, and whatever a living
         object does first: a lost lease is said, nothing else fails, and new
         jobs go to the file that is there."""
-        for n, (state, way, first) in enumerate(
-            itertools.product(STATES, self.WAYS.values(), self.FIRST.values())
+        queue, aside = self.open(name="q"), os.path.join(self.dir, "aside")
+        for state, way, first in itertools.product(
+            STATES, self.WAYS.values(), self.FIRST.values()
         ):
-            queue = self.open(name=f"q{n}")
+            for left in STATES:
+                queue.purge(left)
+            queue.compact()  # else a tombstone may go with its file
             for payload in ("a", "b", "dead"):
                 queue.put(payload)
             job = queue.get()
             queue.bury(queue.get(), "x")
-            way(file_of(self.path, state, queue.name), os.path.join(self.dir, "aside"))
+            way(file_of(self.path, state, "q"), aside)
             try:
                 first(queue, job)
             except tq.LeaseLostError:
                 self.assertEqual(state, "inflight")
             queue.put("new")
-            self.assertIn(b'"new"', file_bytes(self.path, "pending", queue.name))
-            for state in STATES:
-                self.assertNotIn(b"\0", file_bytes(self.path, state, queue.name))
+            self.assertIn(b'"new"', file_bytes(self.path, "pending", "q"))
+            for each in STATES:
+                self.assertNotIn(b"\0", file_bytes(self.path, each, "q"))
             self.assertIn("new", [job.payload for job in iter(queue.get, None)])
             self.assertEqual(queue.verify(), [])
 
@@ -5230,14 +5235,14 @@ class HolderTest(Case):
             self.assertEqual([job.attempts for job in jobs], [1] * 5)
 
     def reap_at_once(self):
-        """The sum of what ten processes' reap_stale() give back."""
+        """The sum of what several processes' reap_stale() give back."""
 
         def reaper(link):
             link.tell()
             link.hear()
             return self.open().reap_stale(100)
 
-        children = [self.spawn(reaper) for _ in range(10)]
+        children = [self.spawn(reaper) for _ in range(10 if DEEP else 5)]
         for say in (Child.hear, Child.tell):
             for child in children:
                 say(child)
@@ -5262,7 +5267,7 @@ class HolderTest(Case):
         return child
 
     def test_many_reapers_leave_what_is_renewed_and_take_the_rest_once(self):
-        """Ten at once: none takes a long job whose lease was renewed lately;
+        """Five at once: none takes a long job whose lease was renewed lately;
         one gives it back when its holder stands still, or dies."""
         queue, clock = self.open(), Clock()
         with clock.patch():
