@@ -823,7 +823,7 @@ class NamesTest(Case):
         """A name cannot leave the directory, collide, or hide."""
         for name in (
             "../evil", "a/b", "", ".", "..", "a\0b", "x" * 65, "x" * 300, "a\n",
-            "é", "a b", "a.dead", "a.pending", "a*", "\u0661",
+            "é", "a b", "a.dead", "a.pending", "a*", "\u0661", "con", "NUL", "lpt1",
         ):  # fmt: skip
             with self.subTest(name):
                 self.assertRaises(ValueError, tq.Queue, self.path, name)
@@ -831,7 +831,7 @@ class NamesTest(Case):
 
     def test_good_names_share_a_directory(self):
         """Queues of one directory do not see each other's jobs."""
-        names = ["a", "-rf", "_", "x" * 64, "a-dead", "a_pending", "B2"]
+        names = ["a", "-rf", "_", "x" * 64, "a-dead", "a_pending", "B2", "A"]
         queues = [self.open(name=name) for name in names]
         for queue in queues:
             queue.put(queue.name, id="same")
@@ -889,6 +889,7 @@ class PayloadsTest(Case):
         queue = self.open()
         for payload in (
             {1: "a"},
+            {1: "a", "1": "b"},
             (1, 2),
             {"t": (None, True)},
             {2.5: 1, None: 2},
@@ -1265,10 +1266,12 @@ class RetryTest(Case):
                 backoff = bad if callable(bad) else lambda n, bad=bad: bad
                 queue = self.open(backoff=backoff, name=f"q{id(bad)}")
                 queue.put(1, id="a")
-                queue.task_done(queue.get(), False, "e")
+                with self.assertLogs("tiny_queue", "ERROR") as logs:
+                    queue.task_done(queue.get(), False, "e")
+                self.assertIn("backoff failed", logs.output[0])
                 job = queue.find("a")
                 self.assertEqual((job.state, job.last_error), ("pending", "e"))
-                self.assertTrue(0 <= job.run_at <= 1e9 + 1e9 + 1)
+                self.assertTrue(0 < job.run_at - 1e9 <= 1.1, "the default")
 
     def test_a_huge_attempt_count_is_survived(self):
         """A job of 5000 attempts fails with a capped delay."""
@@ -1958,6 +1961,33 @@ class PicklingTest(Case):
         rest = [id for id in ids if id != "exit"]
         self.assertEqual(rest, [f"n{n}" for n in range(len(rest))])
 
+    LEAVING = """
+import os, sys, threading
+import tiny_queue as tq
+queue, begun = tq.Queue(sys.argv[1], fsync=False), threading.Event()
+def now(job):
+    os.write(1, job.id.encode() + b"\\n")
+    begun.set()
+async def later(job):
+    now(job)
+for handler in (later, now):
+    worker = tq.Worker(queue, handler, concurrency=2)
+    threading.Thread(target=worker.run_forever, daemon=True).start()
+begun.wait(10)
+"""
+
+    def test_the_main_thread_may_leave_a_worker_behind(self):
+        """The process ends at once, whatever the worker's daemon thread is
+        doing, and each job is done or alive."""
+        queue, ids = self.open(), [f"j{n}" for n in range(500)]
+        queue.put_many(range(500), ids=ids)
+        done = run_python(self.LEAVING, self.path, timeout=5)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        alive, ran = {job.id for job in queue.jobs()}, done.stdout.split()
+        self.assertEqual(len(ran), len(set(ran)))
+        self.assertEqual(set(ids) - alive - set(ran), set())
+        self.assertLessEqual(len(alive & set(ran)), 4)
+
 
 class ReentranceTest(Case):
     def test_no_lock_is_held_across_user_code(self):
@@ -1977,6 +2007,19 @@ class ReentranceTest(Case):
             break
         other.put("end")
         self.assertEqual(len(queue), 8)
+
+    def test_a_handler_may_put_into_its_own_queue(self):
+        """Through the worker's object and through another one."""
+        queue, other = self.open(), self.open()
+
+        def handler(job):
+            if job.payload == "first":
+                queue.put("second")
+                other.put("third")
+
+        queue.put("first")
+        worker = tq.Worker(queue, handler, 0.01, stop_when_empty=True)
+        self.assertEqual(worker.run_forever().done, 3)
 
     SIGNALLED = """
 import errno, os, signal, sys
@@ -2335,6 +2378,32 @@ class WorkerOutcomeTest(WorkerCase):
                 self.assertEqual(self.queue.find(id).attempts, 0)
                 self.queue.cancel(id)
 
+    def test_however_a_handler_ends_no_job_is_stuck(self):
+        """Left by an exit, by any BaseException or by the end of its process,
+        the job and the one behind it are done by the next worker."""
+
+        def leave(job):
+            raise ends[job.payload]
+
+        def work(link, handler):
+            tq.Worker(self.queue, handler).run_once()
+
+        seen = []
+        ends = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Exception()]
+        handlers = [leave] * 4 + [lambda job: os._exit(1), lambda job: os.abort()]
+        for n, handler in enumerate(handlers):
+            self.queue.put(n, id="left")
+            child = Child(work, handler)
+            child.wait()
+            child.close()
+            self.queue.put(n, id="behind")
+            worker = tq.Worker(self.queue, lambda j: seen.append((j.id, j.attempts)))
+            while worker.run_once():
+                pass
+            want = [("behind", 1), ("left", 1 if n < 2 else 2)]
+            self.assertEqual(sorted(seen), want)
+            seen.clear()
+
     def test_a_wrong_outcome_fails_the_job(self):
         """A Retry without its delay, or with one that cannot be, is a failure."""
 
@@ -2382,12 +2451,38 @@ class WorkerAsyncTest(WorkerCase):
                 await handler(job)
 
         forms = [handler, functools.partial(handler), Callable(), lambda j: handler(j)]
-        for form in forms:
-            self.queue.put_many([1, 2])
-            before = len(ran)
-            self.assertEqual(self.work(form, concurrency=2).done, 2)
-            self.assertEqual(len(ran) - before, 2)
-            self.assertEqual(len({loop for _, loop in ran[before:]}), 1)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", RuntimeWarning)  # never awaited
+            for form in forms:
+                self.queue.put_many([1, 2])
+                ran.clear()
+                self.assertEqual(self.work(form, concurrency=2).done, 2)
+                self.assertEqual(len({loop for _, loop in ran}), 1)
+                self.queue.put(3)
+                self.assertTrue(tq.Worker(self.queue, form).run_once())
+                self.assertEqual(sorted(payload for payload, _ in ran), [1, 2, 3])
+        self.assertNotIn(RuntimeWarning, [warning.category for warning in warned])
+
+    def test_a_generator_is_not_acknowledged_unrun(self):
+        """A yield in a handler makes a call of it run nothing: a failure that
+        says so, not a success."""
+
+        def plain(job):
+            yield
+
+        async def both(job):
+            yield
+
+        @types.coroutine
+        def old(job):
+            yield
+
+        for handler in (plain, both, old, lambda job: (n for n in "x")):
+            self.queue.put(1, max_retries=0)
+            self.assertTrue(tq.Worker(self.queue, handler).run_once())
+            (job,) = self.queue.dead_letter()
+            self.assertIn("generator", job.last_error)
+            self.queue.purge("dead")
 
     def test_an_async_failure_is_a_failure(self):
         """Its exception counts like any other."""
@@ -2485,6 +2580,54 @@ class WorkerLimitsTest(WorkerCase):
         self.assertEqual(seen, [("a", 2)])
 
 
+class WorkerIdleTest(WorkerCase):
+    """A worker without work costs nothing and is there at once."""
+
+    def queues(self):
+        """Four that have nothing due, each for another reason."""
+        names = ("empty", "delayed", "leased", "damaged")
+        queues = [tq.Queue(self.path, name, fsync=False) for name in names]
+        for queue in queues:
+            queue.put("first")
+            self.addCleanup(queue.close)
+        with open(file_of(self.path, "pending", "damaged"), "ab") as file:
+            file.write(b"nonsense\n")
+        for queue in queues[:1] + queues[3:]:
+            queue.task_done(queue.get())
+        queues[1].put("late", delay=3600)
+        queues[1].task_done(queues[1].get())
+        self.held = queues[2].get()
+        return queues
+
+    def files(self):
+        found = {entry.name: entry.stat() for entry in os.scandir(self.path)}
+        return {name: (i.st_ino, i.st_size, i.st_mtime_ns) for name, i in found.items()}
+
+    def test_idle_workers_cost_little_and_notice_a_put(self):
+        """No file changes, a twentieth of a core is plenty, a put of another
+        process begins at once, and so does stop()."""
+        queues, seen, seconds = self.queues(), [], 5.0 if DEEP else 0.5
+        handler = lambda job: seen.append(job.payload)  # noqa: E731
+        workers = [tq.Worker(queue, handler, 0.1) for queue in queues]
+        threads = [threading.Thread(target=w.run_forever) for w in workers]
+        before, cpu = self.files(), time.process_time()
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)  # which are measured
+        self.assertLess(time.process_time() - cpu, 4 * seconds / 20)
+        self.assertEqual((seen, self.files()), ([], before))
+        start = time.monotonic()
+        child = Child(lambda link: [queue.put(queue.name) and 0 for queue in queues])
+        self.addCleanup(child.end)
+        eventually(lambda: len(seen) == 4)
+        for worker in workers:
+            worker.stop()
+        for thread in threads:
+            thread.join()
+        self.assertLess(time.monotonic() - start, 2.0)
+        self.assertEqual(sorted(seen), ["damaged", "delayed", "empty", "leased"])
+
+
 class WorkerLeaseTest(WorkerCase):
     """Leases are renewed while a handler runs, and no longer."""
 
@@ -2502,25 +2645,108 @@ class WorkerLeaseTest(WorkerCase):
         return stolen
 
     def test_a_long_job_runs_once(self):
-        """Three lease times of sleep and of pure Python, others polling."""
+        """Three lease times of sleep, of pure Python and of waiting for a
+        program, others polling."""
         starts, stop, stolen = [], threading.Event(), []
         thief = threading.Thread(target=lambda: stolen.append(self.steal(stop)))
 
         def handler(job):
             starts.append(job.id)
-            if len(starts) == 2:
+            if len(starts) == 3:
                 thief.start()
+            if job.payload == "program":
+                subprocess.run(["sleep", "1.5"], check=True)
             end = time.monotonic() + 1.5
-            while time.monotonic() < end:
+            while job.payload != "program" and time.monotonic() < end:
                 time.sleep(1.5 if job.payload == "sleep" else 0)
 
-        self.queue.put("sleep", id="s")
-        self.queue.put("loop", id="l")
-        totals = self.work(handler, concurrency=2)
+        for payload in ("sleep", "loop", "program"):
+            self.queue.put(payload, id=payload[0])
+        totals = self.work(handler, concurrency=3)
         stop.set()
         thief.join()
-        self.assertEqual((stolen, sorted(starts)), ([[]], ["l", "s"]))
-        self.assertEqual(totals, tq.Totals(2, 0, 0, 0, 0))
+        self.assertEqual((stolen, sorted(starts)), ([[]], ["l", "p", "s"]))
+        self.assertEqual(totals, tq.Totals(3, 0, 0, 0, 0))
+
+    def renewals(self):
+        """The ids of a failing job and the next, at each of their renewals."""
+        queue, renewed = tq.Queue(self.path, fsync=False, lease_timeout=0.15), []
+        extend = queue.extend
+
+        def record(job, *seconds):
+            renewed.append(job.id)
+            return extend(job, *seconds)
+
+        def handler(job):
+            eventually(lambda: renewed.count(job.id) == 2)
+            if job.id == "a":
+                raise tq.Fail("x")
+
+        queue.purge("dead")
+        queue.put_many([1, 2], ids=["a", "b"])
+        with mock.patch.object(queue, "extend", record):
+            tq.Worker(queue, handler, 0.05, stop_when_empty=True).run_forever()
+        return "".join(renewed)
+
+    def test_only_running_jobs_are_renewed(self):
+        """Renewing ends with the handler, failed or not, and its thread with
+        the worker."""
+        before = threading.active_count()
+        # One that was under way when the handler ended may come after it.
+        eventually(lambda: self.renewals() == "aabb")
+        self.assertEqual(threading.active_count(), before)
+
+    def test_jobs_that_went_to_another_are_his(self):
+        """A worker that stood still longer than its lease settles nothing, by
+        success or failure, says so, and goes on with the next job."""
+        other = tq.Queue(self.path, fsync=False, lease_timeout=1e6)
+        clock, taken = Clock(), []
+
+        def handler(job):
+            if job.id == "c":
+                return
+            clock.jump(3600.0, mono=3600.0)
+            taken.append(eventually(other.get))
+            self.queue.put(job.payload + 1, id=chr(ord(job.id) + 1))
+            if job.id == "b":
+                raise ValueError
+
+        self.queue.put(1, id="a")
+        with clock.patch(), self.assertLogs("tiny_queue", "WARNING") as logs:
+            self.assertEqual(self.work(handler), tq.Totals(1, 0, 0, 0, 2))
+        self.assertEqual("".join(logs.output).count("lease lost"), 2)
+        for job in taken:
+            self.assertEqual(self.queue.find(job.id).token, job.token)
+            other.task_done(job)
+        self.assertEqual(self.queue.stats()[:4], (0, 0, 0, 0))
+
+    def test_an_idle_worker_takes_over_what_others_lost(self):
+        """Without any reaping by hand: the job of a killed process, and where
+        nothing proves that it is dead, the one whose lease ran out."""
+        seen = []
+
+        def hold(link, proven):
+            if not proven:
+                tq._FileLock.new_holder = lambda lock: None
+            job = tq.Queue(self.path, fsync=False, lease_timeout=0.5).get()
+            link.tell(job.id)
+            link.hear()
+
+        self.queue.put_many([1, 2], ids=["a", "b"])
+        children = []
+        for proven, id in ((True, "a"), (False, "b")):
+            children.append(Child(hold, proven))
+            self.assertEqual(children[-1].hear(), id)
+        handler = lambda job: seen.append((job.id, job.attempts))  # noqa: E731
+        worker = tq.Worker(self.queue, handler, 60, max_jobs=2)
+        thread = threading.Thread(target=worker.run_forever)
+        thread.start()
+        for child in children:
+            child.end()
+        killed = time.monotonic()
+        thread.join(PATIENCE)
+        self.assertLess(time.monotonic() - killed, 2.0)
+        self.assertEqual(sorted(seen), [("a", 2), ("b", 2)])
 
     def test_a_lost_lease_is_counted_and_survived(self):
         """The late outcome changes nothing, and the next job is run."""
@@ -2589,6 +2815,28 @@ class WorkerSignalTest(WorkerCase):
             self.assertEqual(child.returncode, 0)
             self.assertEqual(self.queue.stats()[:3], (2, 0, 0))
             self.queue.purge("pending")
+
+    def test_a_storm_of_signals_while_the_handler_prints(self):
+        """Fifty at any lines of it: no re-entered stream, the job is done."""
+        self.queue.put_many(range(6))
+        child = self.child(
+            """
+            import logging
+            logging.basicConfig(stream=sys.stdout)
+            def handler(job):
+                for n in range(50):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    print("working", flush=True)
+                    logging.warning("working")
+                while not worker._stopping:  # the main thread may be late
+                    time.sleep(0.001)
+            worker = tq.Worker(queue, handler, poll_interval=60)
+            print(*worker.run_forever())
+            """
+        )
+        out = child.communicate(timeout=10)[0].splitlines()
+        self.assertEqual((child.returncode, len(out), out[-1]), (0, 101, "1 0 0 0 0"))
+        self.assertEqual(self.queue.stats()[:3], (5, 0, 0))
 
     def test_a_second_signal_gives_the_job_back(self):
         """At once, and uncounted."""
@@ -2911,6 +3159,26 @@ class HandWrittenTest(Case):
         self.assertDrains(queue, [1])
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
+    def test_one_job_in_two_files_is_done_once(self):
+        """A pending line that comes back while its job is leased: two workers
+        run it once, its attempts are those of the lease, and it is gone."""
+        queue = self.open()
+        queue.put(1, id="a")
+        pending = file_bytes(self.path, "pending")
+        job, ran = queue.get(), []
+        self.write("pending", pending, "ab")
+        for view in self.views(queue):
+            self.assertEqual(view.stats()[:4], (0, 0, 1, 0))
+        self.assertEqual(self.open().reap_stale(0), 1)
+        self.write("pending", pending, "ab")
+        workers = [
+            tq.Worker(self.open(), lambda job: ran.append(job.attempts)) for _ in "ab"
+        ]
+        self.run_threads(*[worker.run_once for worker in workers])
+        self.assertEqual(ran, [job.attempts + 1])
+        self.assertEqual(census(self.path), {})
+        self.assertIsNone(self.open().get())
+
     def test_equal_revs_have_a_precedence(self):
         """done > dead > inflight > pending, then the earlier line."""
         self.write("pending", b'{"id":"a","rev":2,"payload":"p"}\n' * 2)
@@ -3047,6 +3315,15 @@ class DamageTest(Case):
                 for job in jobs:
                     queue.task_done(job)
                 self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_a_priority_that_cannot_be_is_damage(self):
+        """In a line by hand it costs that line, and no get an exception."""
+        odd = ("1.5", "true", "[]", '"high"', "1e2", str(2**70), str(-(2**31) - 1))
+        for text in (*odd, "-1", str(2**31 - 1), "0"):
+            line = '{"id":%s,"payload":%s,"priority":%s}\n'
+            text = line % (json.dumps(text), json.dumps(text), text)
+            self.write("pending", text.encode(), "ab")
+        self.check([str(2**31 - 1), "0", "-1"], len(odd))
 
     def test_damage_is_logged_without_its_bytes(self):
         """One warning, with a count and no payload."""
@@ -3252,6 +3529,26 @@ class BacklogTest(Case):
             self.assertEqual(job.id, f"job-{n}")
             queue.task_done(job)
         self.assertLess(len(file_bytes(self.path, "inflight")), 5000)
+
+    def test_the_time_of_an_operation_does_not_grow(self):
+        """The median put, get and settle with 20,000 waiting take at most five
+        times what they take with a hundred."""
+
+        def median():
+            times = []
+            for _ in range(31):
+                start = time.perf_counter()
+                queue.put("x")
+                queue.task_done(queue.get())
+                times.append(time.perf_counter() - start)
+            return sorted(times)[15]
+
+        self.backlog(100)
+        queue = self.open()
+        few = median()
+        self.backlog(20_000)
+        self.assertGreater(len(queue), 19_000)
+        self.assertLess(median(), 5 * few)
 
     def test_a_large_payload_and_a_small_one_behind(self):
         """20 MB go through every file, and block nobody."""
@@ -3604,6 +3901,79 @@ class CompactionTest(Case):
         self.assertDrains(self.open(), "A")
         self.assertEqual([n for n in os.listdir(self.path) if "tmp" in n], [])
 
+    def die_at_a_rename(self, link, number):
+        """Put, settle and compact until the end in one of six renames, just
+        before or just after it."""
+        calls = []
+
+        def replace(source, target):
+            calls.append(target)
+            if len(calls) <= number // 2 % 6:
+                os.replace(source, target)
+            elif number % 2:
+                os.replace(source, target)
+                os._exit(0)
+            else:
+                os._exit(0)
+
+        queue = self.open()
+        quick = lambda fd: None  # noqa: E731, no power is cut here
+        with patched("os", replace=replace, fsync=quick, fdatasync=quick):
+            for n in range(10):
+                link.tell(["put", [queue.put(n).id, queue.put(n).id]])
+                queue.bury(queue.get(), "x")
+                if n % 2:
+                    job = queue.get()
+                    queue.task_done(job)
+                    link.tell(["done", [job.id]])
+                queue.compact()
+
+    def test_deaths_at_a_rename_lose_no_job_and_leave_no_file(self):
+        """Again and again: what was put and not done is alive once, and the
+        next day's first opening leaves no temp file."""
+        told = {"put": set(), "done": set()}
+        for number in range(200 if DEEP else 12):
+            child = self.spawn(self.die_at_a_rename, number)
+            with contextlib.suppress(EOFError):
+                while True:
+                    what, ids = child.hear()
+                    told[what].update(ids)
+            child.wait()
+            self.assertLessEqual(len(os.listdir(self.path)), 4 + 3)
+        for name in os.listdir(self.path):
+            os.utime(os.path.join(self.path, name), (time.time() - 86400,) * 2)
+        want = told["put"] - told["done"]
+        ids = [job.id for job in self.open().jobs()]
+        self.assertEqual(sorted(ids), sorted(want))
+        self.assertEqual(set(census(self.path)), want)
+        self.open().put("next")
+        self.assertEqual([n for n in os.listdir(self.path) if "tmp" in n], [])
+
+    def test_no_file_is_ever_made_outside_of_the_directory(self):
+        """Not where TMPDIR points, which may be another file system."""
+        other = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        self.addCleanup(shutil.rmtree, other)
+        made = []
+
+        def opened(path, flags, *mode, **options):
+            made.append(path if flags & os.O_CREAT else file_of(self.path, "pending"))
+            return os.open(path, flags, *mode, **options)
+
+        def replace(source, target):
+            made.extend([source, target])
+            os.replace(source, target)
+
+        self.write("pending", b'{"id":"a","payload":1}\nnonsense\n')
+        with mock.patch.dict(os.environ, TMPDIR=other), mock.patch("tempfile.tempdir"):
+            with patched("os", open=opened, replace=replace):
+                queue = self.open(fsync=True)
+                queue.bury(queue.get(), "x")
+                queue.put(2)
+                queue.compact()
+        self.assertGreater(len(made), 6)
+        self.assertEqual({os.path.dirname(path) for path in made}, {self.path})
+        self.assertEqual(os.listdir(other), [])
+
     def test_replace_is_tried_again_where_readers_refuse_it(self):
         """On Windows an open file cannot be replaced: bounded tries, then an
         error with everything intact."""
@@ -3942,15 +4312,26 @@ class ReadOnlyTest(Case):
                 self.assertEqual(queue.stats()[:5], (1, 0, 0, 0, 1))
         self.assertEqual(tree(self.dir), before)
 
-    @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
     def test_a_directory_without_write_permission(self):
         """Mode 0555 on a real directory is EACCES, and inspection works."""
+
+        def look(link):
+            if os.geteuid() == 0:  # root may write anywhere
+                os.setgroups([])
+                os.setgid(4242)
+                os.setuid(4242)
+            self.check(self.path, ["a", "b"])
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual(tq.main(["ls", self.path]), 0)
+            return out.getvalue().count("\n")
+
         self.open().put_many(["a", "b"])
         for name in os.listdir(self.path):
             os.chmod(os.path.join(self.path, name), 0o444)
         os.chmod(self.path, 0o555)
+        os.chmod(self.dir, 0o755)
         self.addCleanup(os.chmod, self.path, 0o755)
-        self.check(self.path, ["a", "b"])
+        self.assertEqual(self.spawn(look).hear(), 2)
 
     def test_an_object_that_looked_first_can_write_later(self):
         """Once the mount is writable again, the same object puts and gets."""
@@ -4083,6 +4464,50 @@ class ReplacedFilesTest(Case):
         self.assertRaises(tq.LeaseLostError, self.queue.task_done, job)
         self.assertDrains(self.queue, ["a", "b"])
 
+    WAYS = {
+        "moved": lambda file, aside: os.rename(file, aside),
+        "moved and created": lambda file, aside: (
+            os.rename(file, aside) or pathlib.Path(file).touch()
+        ),
+        "copied and truncated": lambda file, aside: os.truncate(file, 0),
+    }
+    FIRST = {
+        "put": lambda queue, job: queue.put("c"),
+        "put with id": lambda queue, job: queue.put("c", id="c"),
+        "get": lambda queue, job: queue.get(),
+        "success": lambda queue, job: queue.task_done(job),
+        "failure": lambda queue, job: queue.task_done(job, False),
+        "burial": lambda queue, job: queue.bury(job, "x"),
+        "renewal": lambda queue, job: queue.extend(job),
+    }
+
+    def test_a_rotated_log_costs_what_it_took(self):
+        """Whichever file is rotated, in whichever way, and whatever a living
+        object does first: a lost lease is said, nothing else fails, and new
+        jobs go to the file that is there."""
+        queue, aside = self.open(name="q"), os.path.join(self.dir, "aside")
+        for state, way, first in itertools.product(
+            STATES, self.WAYS.values(), self.FIRST.values()
+        ):
+            for left in STATES:
+                queue.purge(left)
+            queue.compact()  # else a tombstone may go with its file
+            for payload in ("a", "b", "dead"):
+                queue.put(payload)
+            job = queue.get()
+            queue.bury(queue.get(), "x")
+            way(file_of(self.path, state, "q"), aside)
+            try:
+                first(queue, job)
+            except tq.LeaseLostError:
+                self.assertEqual(state, "inflight")
+            queue.put("new")
+            self.assertIn(b'"new"', file_bytes(self.path, "pending", "q"))
+            for each in STATES:
+                self.assertNotIn(b"\0", file_bytes(self.path, each, "q"))
+            self.assertIn("new", [job.payload for job in iter(queue.get, None)])
+            self.assertEqual(queue.verify(), [])
+
     def test_pending_emptied_while_a_job_is_inflight(self):
         """An empty file is an empty list; the job in flight is recovered."""
         self.queue.get()
@@ -4153,6 +4578,14 @@ class ModesTest(Case):
             queue.compact()
         self.assertEqual(self.modes(), {0o664})
 
+    STEPS = (
+        (1, "q.put(1).payload", 1), (2, "q.get().payload", 1), (1, "q.get()", None),
+        (2, "q.put(2).payload", 2), (1, "q.compact()", None),
+        (2, "q.put(3).payload", 3), (2, "q.compact()", None),
+        (1, "q.put(4).payload", 4), (2, "q.compact()", None),
+        (1, "[j.payload for j in q.get_many(5)]", [2, 3, 4]), (2, "q.get()", None),
+    )  # fmt: skip
+
     @unittest.skipUnless(os.geteuid() == 0, "only root can be two users")
     def test_two_users_of_one_group(self):
         """A queue in a setgid directory can be used by both, in turn."""
@@ -4171,14 +4604,43 @@ class ModesTest(Case):
                 link.tell(eval(step, {"q": queue}))
 
         one, two = self.spawn(user, 4243), self.spawn(user, 4244)
-        for child, step, want in (
-            (one, "q.put(1).payload", 1), (two, "q.get().payload", 1),
-            (one, "q.get() and 1", None), (two, "q.put(2).payload", 2),
-            (one, "q.compact()", None), (two, "q.put(3).payload", 3),
-            (one, "[j.payload for j in q.get_many(5)]", [2, 3]),
-        ):  # fmt: skip
+        for who, step, want in self.STEPS:
+            child = (one, two)[who - 1]
             child.tell(step)
             self.assertEqual(child.hear(), want)
+        self.assertEqual(self.modes(), {0o664})
+        one.kill()
+        two.tell("len(q.get_many(5)), [q.find(j.id).attempts for j in q.jobs()][1:]")
+        self.assertEqual(two.hear(), [3, [2, 2, 2]])
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can be two users")
+    def test_a_user_who_may_not_is_told_and_harms_nothing(self):
+        """Without the group's rights each call is a QueueError with EACCES;
+        jobs, leases and modes are what they were."""
+        queue = self.open()
+        queue.put_many(["a", "b"])
+        job = queue.get()
+        before = tree(self.dir)
+        for mode in (0o700, 0o755):
+            os.chmod(self.dir, 0o755)
+            os.chmod(self.path, mode)
+            said = self.spawn(self.stranger).hear()
+            self.assertEqual(said, [errno.EACCES] * 3)
+            self.assertEqual(tree(self.dir), before)
+        queue.task_done(job)
+        self.assertDrains(queue, ["b"])
+
+    def stranger(self, link):
+        os.setgroups([])
+        os.setgid(4242)
+        os.setuid(4242)
+        said = []
+        for call in (lambda q: q.put(1), lambda q: q.get(), lambda q: q.compact()):
+            try:
+                call(self.open())
+            except tq.QueueError as exc:
+                said.append(exc.errno)
+        return said
 
 
 class DescriptorsTest(Case):
@@ -4197,6 +4659,7 @@ class DescriptorsTest(Case):
                 other = tq.Queue(self.path, fsync=False)
                 other.put(1)
                 other.task_done(other.get())
+                other.get(timeout=1e-6)  # which listens
                 del other
             gc.collect()
             return [before, open_fds()]
@@ -4355,7 +4818,7 @@ class LockTest(Case):
         queue.put(1)
         child = self.spawn(hold_lock, self.path)
         child.hear()
-        timer = threading.Timer(0.2, child.tell)
+        timer = threading.Timer(3.0 if DEEP else 0.2, child.tell)
         timer.start()
         self.assertEqual(queue.get().payload, 1)
         timer.join()
@@ -4390,12 +4853,17 @@ class LockTest(Case):
         queue = self.open(lock_timeout=0.1)
         queue.put(1)
         self.spawn(hold_lock, self.path).hear()
-        clock = Clock()
-        clock.jump(-3600.0)
-        with clock.patch():
-            start = time.monotonic()
-            self.assertRaises(tq.LockTimeoutError, queue.put, 2)
-        self.assertLess(time.monotonic() - start, 2.0)
+        for step in (-3600.0, 3600.0):
+            clock = Clock()
+
+            def jumping(clock=clock, step=step):
+                clock.jump(step)
+                return clock.time()
+
+            with patched("time", time=jumping):
+                start = time.monotonic()
+                self.assertRaises(tq.LockTimeoutError, queue.put, 2)
+            self.assertTrue(0.1 <= time.monotonic() - start < 2.0)
 
     def test_an_unsupported_flock_names_the_way_out(self):
         """ENOLCK and its like: a QueueError that names
@@ -4415,6 +4883,51 @@ class LockTest(Case):
                 queue.put(1)
                 self.assertDrains(queue, [1])
             self.assertDrains(self.open(), [])
+
+    def test_whatever_flock_answers_is_an_error_of_the_queue(self):
+        """Each errno there is, and in no time: QueueError with that errno, a
+        lock that stays busy by its name, and not a byte in the queue."""
+        busy = {errno.EAGAIN, errno.EINTR, errno.EALREADY, errno.EINPROGRESS}
+        for code in errno.errorcode:
+
+            def flock(fd, flags, code=code):
+                raise OSError(code, os.strerror(code))
+
+            queue = self.open(lock_timeout=0.001)
+            start = time.monotonic()
+            with patched("fcntl", flock=flock):
+                for call in (lambda: queue.put(1), queue.get, queue.stats):  # noqa: B023
+                    with self.assertRaises(tq.QueueError) as caught:
+                        call()
+                    found = getattr(caught.exception, "errno", None)
+                    self.assertEqual(found, None if code in busy else code)
+            self.assertLess(time.monotonic() - start, 2.0)
+        self.assertEqual(tree(self.dir), {})
+
+    def test_the_lock_file_is_opened_for_writing(self):
+        """Where flock is made of byte locks, an exclusive one needs that."""
+        modes = []
+
+        def flock(fd, flags):
+            modes.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE)
+            return fcntl.flock(fd, flags)
+
+        with patched("fcntl", flock=flock):
+            self.open().put(1)
+            self.open().stats()
+        self.assertEqual(set(modes), {os.O_RDWR})
+
+    def test_a_lock_file_alone_is_an_empty_queue(self):
+        """Empty or not, whatever process left it."""
+        for data in (b"", b"12345\n", b"\0" * 300_000):
+            shutil.rmtree(self.path, True)
+            os.mkdir(self.path)
+            pathlib.Path(self.path, "default.lock").write_bytes(data)
+            queue = tq.Queue(self.path, fsync=False, lock_timeout=0.1)
+            self.assertIsNone(queue.get())
+            queue.put(1)
+            self.assertDrains(queue, [1])
+            queue.close()
 
     def test_no_flock_by_the_environment(self):
         """TINY_QUEUE_NO_FLOCK=1 is the same as cross_process_lock=False."""
@@ -4710,8 +5223,8 @@ class HolderTest(Case):
         return ids
 
     def test_a_good_job_behind_a_poison_one_completes(self):
-        """A supervisor that restarts its killed worker sees each poison
-        delivery once, and the good job done."""
+        """A supervisor that restarts its worker, whatever killed that, sees
+        each poison delivery once, and the good job done."""
         queue = self.open(backoff=lambda n: 0)
         queue.put("poison", id="p", max_retries=2)
         queue.put("good", id="g")
@@ -4727,15 +5240,21 @@ class HolderTest(Case):
                 break
         self.assertEqual(started.count("p"), 3)
         self.assertEqual(started.count("g"), 1)
-        self.assertEqual(self.open().find("p").state, "dead")
+        dead = self.open().find("p")
+        self.assertEqual((dead.state, dead.attempts), ("dead", 3))
+        self.assertIn("holder died", dead.last_error)
 
     def worker(self, link):
-        queue = self.open(backoff=lambda n: 0)
-        for job in iter(queue.get, None):
+        def handler(job):
             link.tell(job.id)
             if job.payload == "poison":
-                os.kill(os.getpid(), signal.SIGKILL)
-            queue.task_done(job)
+                number = (signal.SIGKILL, signal.SIGSEGV, 0)[job.attempts - 1]
+                os.kill(os.getpid(), number)
+                os._exit(1)
+
+        worker = tq.Worker(self.open(backoff=lambda n: 0), handler)
+        while worker.run_once():
+            pass
 
     def test_reap_takes_back_what_a_dead_holder_had(self):
         """reap_stale() at once, for any age; many reapers count each once."""
@@ -4752,6 +5271,54 @@ class HolderTest(Case):
         for view in self.views(queue):
             jobs = list(view.jobs("pending"))
             self.assertEqual([job.attempts for job in jobs], [1] * 5)
+
+    def reap_at_once(self):
+        """The sum of what several processes' reap_stale() give back."""
+
+        def reaper(link):
+            link.tell()
+            link.hear()
+            return self.open().reap_stale(100)
+
+        children = [self.spawn(reaper) for _ in range(10 if DEEP else 5)]
+        for say in (Child.hear, Child.tell):
+            for child in children:
+                say(child)
+        return sum(child.hear() for child in children)
+
+    def long_job(self, clock):
+        """A process with a job that has been renewed for 600 seconds."""
+
+        def hold(link):
+            queue = self.open()
+            job = queue.get()
+            while link.tell() or link.hear():
+                clock.jump(200.0, mono=200.0)
+                queue.extend(job)
+
+        child = self.spawn(hold)
+        child.hear()
+        for _ in range(3):
+            child.tell("on")
+            child.hear()
+            clock.jump(200.0, mono=200.0)
+        return child
+
+    def test_many_reapers_leave_what_is_renewed_and_take_the_rest_once(self):
+        """Five at once: none takes a long job whose lease was renewed lately;
+        one gives it back when its holder stands still, or dies."""
+        queue, clock = self.open(), Clock()
+        with clock.patch():
+            for end in (lambda child: clock.jump(150.0, mono=150.0), Child.kill):
+                queue.put("long")
+                child = self.long_job(clock)
+                self.assertEqual(self.reap_at_once(), 0)
+                end(child)
+                self.assertEqual(self.reap_at_once(), 1)
+                self.assertEqual(queue.stats()[:4], (1, 0, 0, 0))
+                job = queue.get()
+                self.assertEqual((job.payload, job.attempts), ("long", 2))
+                queue.task_done(job)
 
     def test_a_dead_holder_s_jobs_survive_a_restart_of_everybody(self):
         """A process that starts after the death has them at its first get."""
@@ -4931,24 +5498,33 @@ class ProcessesTest(Case):
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
     def test_everybody_starts_at_once_on_an_empty_place(self):
-        """Ten processes open a missing nested directory and wait; one job
-        goes to exactly one of them."""
+        """Twenty processes open a missing nested directory and wait; the job
+        of one goes to exactly one, the others wait their time for nothing."""
         self.path = os.path.join(self.dir, "a", "b", "jobs")
+        seconds = 3.0 if DEEP else 1.0
 
-        def starter(link):
+        def starter(link, n):
             link.hear()
+            start, cpu = time.monotonic(), time.process_time()
             queue = self.open()
-            job = queue.get(timeout=1.5)
+            if n == 0:
+                self.assertIsNone(queue.get(timeout=seconds / 3))
+                queue.put("one")
+            job = queue.get(timeout=seconds)
             if job:
                 queue.task_done(job)
-            return job and job.payload
+            return bool(job), time.monotonic() - start, time.process_time() - cpu
 
-        children = [self.spawn(starter) for _ in range(10)]
+        children = [self.spawn(starter, n) for n in range(20)]
         for child in children:
             child.tell()
-        self.open().put("one")
-        found = [child.hear() for child in children]
-        self.assertEqual([payload for payload in found if payload], ["one"])
+        found, times, cpus = zip(*[child.hear() for child in children])
+        self.assertEqual(sum(found), 1)
+        self.assertGreaterEqual(
+            min(t for t, job in zip(times, found) if not job), seconds
+        )
+        self.assertLess(max(times), seconds * 4 / 3 + 2.0)
+        self.assertLess(sum(cpus), 20 * seconds / 10)
 
     def test_what_put_returned_survives_a_kill(self):
         """A putting child is killed at a random moment: every id that it told
@@ -5000,34 +5576,44 @@ class ProcessesTest(Case):
         self.assertGreaterEqual(len(left) + len(done), 200 - 6)  # done, untold
         self.assertEqual({job.id for job in self.open().jobs()}, left)
 
+    PARENT = """
+import os, sys, threading
+import tiny_queue as tq
+queue = tq.Queue(sys.argv[1])
+queue.put("first")
+inside, real = threading.Event(), os.write
+def slow(fd, data):
+    inside.set()
+    sys.stdin.readline()
+    return real(fd, data)
+tq.os.write = slow
+thread = threading.Thread(target=queue.put, args=("parent",))
+thread.start()
+inside.wait()
+pid = os.fork()
+if pid:
+    os.waitpid(pid, 0)
+    print("child ended", flush=True)
+    thread.join()
+"""
+
     def test_a_child_s_normal_exit_does_not_unlock_the_parent(self):
-        """While the parent is inside an operation, a forked child ends; a
-        contender still waits for the parent."""
-        queue, inside = self.open(), threading.Event()
-        queue.put(0)
-        go = threading.Event()
-
-        def slow(fd, data):
-            inside.set()
-            go.wait(PATIENCE)
-            return os.write(fd, data)
-
-        with patched("os", write=slow):
-            thread = threading.Thread(target=queue.put, args=("parent",))
-            thread.start()
-            inside.wait(PATIENCE)
-        code = "import sys, tiny_queue as q; q.Queue(sys.argv[1]).put('other')"
-        self.spawn(lambda link: None).hear()
-        contender = subprocess.Popen(
-            [sys.executable, "-c", code, self.path],
+        """While the parent is inside an operation, a forked child runs to the
+        end of its interpreter; the lock is still the parent's."""
+        parent = subprocess.Popen(
+            [sys.executable, "-c", self.PARENT, self.path],
             env={**os.environ, "PYTHONPATH": ROOT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
-        with self.assertRaises(subprocess.TimeoutExpired):
-            contender.wait(0.5)
-        go.set()
-        thread.join(PATIENCE)
-        self.assertEqual(contender.wait(PATIENCE), 0)
-        self.assertDrains(self.open(), [0, "parent", "other"])
+        self.addCleanup(parent.kill)
+        with parent:
+            self.assertEqual(parent.stdout.readline(), b"child ended\n")
+            with self.assertRaises(tq.LockTimeoutError):
+                self.open(lock_timeout=0.05).put("other")
+            parent.stdin.write(b"\n")
+        self.assertEqual(parent.returncode, 0)
+        self.assertDrains(self.open(), ["first", "parent"])
 
     def test_a_spawned_program_does_not_keep_the_lock(self):
         """A long-lived child started with close_fds=False, while threads use
@@ -5283,6 +5869,15 @@ class PutTest(CommandLineCase):
         self.assertEqual(self.answer("ls", "jobs", "--name", "mail")["payload"], 1)
         _, err = self.command("ls", "jobs", status=3)
         self.assertIn("mail", err)
+
+    def test_a_name_that_cannot_be_is_refused(self):
+        """Nothing is made, neither in the directory nor outside of it."""
+        for name in ("../evil", "a/b", "", "..", "x" * 65, "a\n", "é", "a.dead", "nul"):
+            self.command("put", "jobs", "1", "--name", name, status=2)
+            self.command("ls", "jobs", f"--name={name}", status=2)
+        self.assertEqual(os.listdir(self.folder), [])
+        self.command("put", "jobs", "1", "--name=-rf")
+        self.assertEqual(len(self.queue(name="-rf")), 1)
 
 
 class PutLinesTest(CommandLineCase):

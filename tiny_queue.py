@@ -56,6 +56,7 @@ import struct
 import sys
 import threading
 import time
+import types
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -699,7 +700,7 @@ class Queue:
     def _delay(self, attempt: int) -> float:
         """Ask the user's backoff; a bad answer must not cost the job."""
         try:
-            return min(_number("backoff", self.backoff(attempt), 0, math.inf), 1e9)
+            return _number("backoff", self.backoff(attempt), 0, _MAX_SECONDS)
         except Exception:
             _log().exception(
                 "backoff failed for attempt %d; the default is used", attempt
@@ -913,7 +914,8 @@ class Worker:
     handler(job) returns: the job is done.  It raises: an Exception fails it
     with "Type: message" (retried, or dead); Retry, Snooze and Fail say what
     they say; SystemExit and KeyboardInterrupt give the job back uncounted and
-    stop the worker.  An `async def` handler runs on one event loop for all.
+    stop the worker.  An `async def` handler runs on one event loop for all; one
+    that yields fails its jobs, for its call runs nothing.
 
     poll_interval    most seconds between two looks at the queue; puts wake an
                      idle worker at once
@@ -1155,6 +1157,7 @@ class Worker:
             result = self.handler(job)
             if hasattr(result, "__await__"):
                 self._await(result)
+            _check_it_ran(result)
             return "done", queue.task_done
         except Retry as exc:
             delay = None if exc.delay is None else _delay(exc.delay)
@@ -1251,6 +1254,14 @@ class Worker:
             self._looper.join(1.0)
             if not self._looper.is_alive():
                 loop.close()
+
+
+def _check_it_ran(result: object) -> None:
+    """Refuse what calling a function with a yield in it returns."""
+    if isinstance(result, (types.GeneratorType, types.AsyncGeneratorType)):
+        raise TypeError(
+            "handler: its call returned a generator and ran nothing; it must not yield"
+        )
 
 
 def _traceback(exc: BaseException) -> str:
@@ -4080,7 +4091,8 @@ _BALLAST = 256 * 1024
 # pause between two tries, or they might starve: it would be back before them.
 _LONG_HOLD = 5e-3
 _GIVE_WAY = 2e-3
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EBADF, errno.EINVAL}
+_UNSUPPORTED |= {errno.ENOTSUP, errno.EOPNOTSUPP}  # which are two on macOS
 
 
 class _Holder:
