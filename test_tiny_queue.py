@@ -46,6 +46,7 @@ import select
 import shutil
 import signal
 import socket
+import sqlite3
 import stat
 import struct
 import subprocess
@@ -282,6 +283,15 @@ def waits(thread):
     return code and code.co_filename == tq.__file__ and code.co_name == "wait"
 
 
+def asleep(pid):
+    """Whether a process that began to use its queue now sleeps in poll()."""
+    try:
+        call = pathlib.Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return True  # not Linux: then it may be early
+    return "poll" in call or call in ("", "0")
+
+
 def open_fds():
     """How many descriptors this process has open (Linux, else constant)."""
     try:
@@ -309,13 +319,108 @@ class FullDisk:
         return os.write(fd, bytes(data)[:free])
 
 
+class Place:
+    """Where an engine keeps its queues in a test, and what is there.
+
+    This one is a directory.  Others are listed in PLACES; the tests of classes
+    under @every_engine run on each, unchanged.
+    """
+
+    name = "File"
+    engine = tq._FileEngine
+
+    def where(self, folder):
+        """What Queue gets, in a fresh folder; `clean` is called at the end."""
+        return os.path.join(folder, "jobs")
+
+    def clean(self, where):
+        pass  # the folder is removed anyway
+
+    def exists(self, where):
+        """Whether anything at all was made there."""
+        return os.path.exists(where)
+
+    def raw(self, where):
+        """All that is stored, read without the module; equal if unchanged."""
+        return tree(where)
+
+    def census(self, where, name="default"):
+        """Each job's state and attempts, read without the module."""
+        return {
+            id: (state, fields.get("attempts", 0))
+            for id, (state, fields) in census(where, name).items()
+        }
+
+
+class SqlitePlace(Place):
+    """A database file, opened by its URL."""
+
+    name = "Sqlite"
+    engine = tq._LiteEngine
+
+    def where(self, folder):
+        return f"sqlite:///{folder}/jobs.db"
+
+    def exists(self, where):
+        return os.path.exists(where[len("sqlite:///") :])
+
+    def rows(self, where, table):
+        if not self.exists(where):
+            return []
+        with contextlib.closing(sqlite3.connect(where[len("sqlite:///") :])) as db:
+            db.row_factory = sqlite3.Row
+            return [dict(row) for row in db.execute(f"SELECT * FROM {table}")]
+
+    def raw(self, where):
+        tables = ("tiny_queue_queues", "tiny_queue_jobs")
+        return [self.rows(where, table) for table in tables]
+
+    def census(self, where, name="default"):
+        shown = {"ready": "pending", "delayed": "pending"}
+        return {
+            row["id"]: (shown.get(row["state"], row["state"]), row["attempts"])
+            for row in self.rows(where, "tiny_queue_jobs")
+            if row["queue"] == name
+        }
+
+
+PLACES = [Place(), SqlitePlace()]
+
+
+def every_engine(case=None, *, only=None):
+    """Run a class's tests on each engine: for files under its own name, for
+    others with theirs behind it.  `only` names the tests that others run."""
+    if case is None:
+        return functools.partial(every_engine, only=only)
+    for place in PLACES[1:]:
+        members = {"place": place, "__module__": __name__, "__doc__": case.__doc__}
+        for name in dir(case):
+            test = getattr(case, name)
+            if name.startswith("test_") and (
+                hasattr(test, "of_files") or only and name not in only
+            ):
+                members[name] = None
+        twin = f"{case.__name__}{place.name}"
+        globals()[twin] = type(twin, (case,), members)
+    return case
+
+
+def of_files(test):
+    """Mark a test that is about bytes in files."""
+    test.of_files = True
+    return test
+
+
 class Case(unittest.TestCase):
     """A test with a fresh directory; what it opens and spawns is ended."""
+
+    place = PLACES[0]
 
     def setUp(self):
         self.dir = tempfile.mkdtemp(prefix="tq-")
         self.addCleanup(shutil.rmtree, self.dir, True)
-        self.path = os.path.join(self.dir, "jobs")
+        self.path = self.place.where(self.dir)
+        self.addCleanup(self.place.clean, self.path)
         logger = logging.getLogger("tiny_queue")
         level = logger.level
         logger.setLevel(logging.CRITICAL)
@@ -972,6 +1077,7 @@ class PayloadsTest(Case):
             self.assertRaises(ValueError, queue.put, 10**5000)
 
 
+@every_engine
 class LifeTest(Case):
     """Every arrow of the state diagram."""
 
@@ -984,8 +1090,7 @@ class LifeTest(Case):
                 found.append((job.state, job.attempts))
             except tq.JobNotFoundError:
                 found.append(None)
-        record = census(self.path).get(id)
-        found.append(record and (record[0], record[1].get("attempts", 0)))
+        found.append(self.place.census(self.path).get(id))
         self.assertEqual(found, [found[0]] * 3)
         return found[0]
 
@@ -1151,10 +1256,10 @@ class LifeTest(Case):
             self.assertRaises(tq.LeaseLostError, call, job)
         other.task_done(held)
         queue.task_done(job)
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for success in (True, False):
             self.assertRaises(tq.LeaseLostError, queue.task_done, job, success)
-        self.assertEqual(tree(self.dir), before)
+        self.assertEqual(self.place.raw(self.path), before)
 
     def test_an_old_token_cannot_settle_a_new_delivery(self):
         """The token alone is the fence, even in one process (I6)."""
@@ -1238,6 +1343,7 @@ class LifeTest(Case):
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
 
+@every_engine
 class RetryTest(Case):
     def test_the_backoff_is_asked_with_the_attempt(self):
         """backoff(1), backoff(2), ... and the instant is recorded."""
@@ -1269,6 +1375,7 @@ class RetryTest(Case):
                 self.assertEqual((job.state, job.last_error), ("pending", "e"))
                 self.assertTrue(0 <= job.run_at <= 1e9 + 1e9 + 1)
 
+    @of_files
     def test_a_huge_attempt_count_is_survived(self):
         """A job of 5000 attempts fails with a capped delay."""
         self.write(
@@ -1303,6 +1410,7 @@ class RetryTest(Case):
         self.assertLess(len(queue.find("a").last_error), 70_000)
 
 
+@every_engine
 class OrderTest(Case):
     def test_fifo_whatever_the_clock_does(self):
         """Frozen or running backwards, the order of get is that of put."""
@@ -1341,7 +1449,7 @@ class OrderTest(Case):
         self.assertDrains(queue, want[3:])
 
     def test_order_is_that_of_the_file_after_reopening(self):
-        """A retried and a released job go last, now and after a restart."""
+        """A retried and a released job go last, after a restart too."""
         queue = self.open(backoff=lambda n: 0)
         queue.put_many(list("abcd"))
         a, b = queue.get_many(2)
@@ -1349,7 +1457,8 @@ class OrderTest(Case):
         queue.release(a)
         for view in self.views(queue):
             self.assertEqual([job.payload for job in view.jobs()], list("cdba"))
-        queue.compact()
+        if self.place.engine.can_compact:
+            queue.compact()
         self.assertDrains(self.open(), "cdba")
 
     def test_a_delayed_job_never_holds_up_a_ready_one(self):
@@ -1394,6 +1503,7 @@ class OrderTest(Case):
         self.assertEqual(queue.get_many(1), [])
 
 
+@every_engine
 class DelayTest(Case):
     def setUp(self):
         super().setUp()
@@ -1470,6 +1580,7 @@ class DelayTest(Case):
         self.assertEqual(self.open().stats().next_due, 1e9 + 50)
 
 
+@every_engine
 class IdsTest(Case):
     def test_an_id_is_taken_until_success(self):
         """pending, delayed, inflight and dead block put(); success frees."""
@@ -1495,12 +1606,14 @@ class IdsTest(Case):
         """put(exist_ok=True) is put or find, with nothing written."""
         queue = self.open()
         job = queue.put(1, id="x", priority=4)
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for view in self.views(queue):
             self.assertEqual(view.put(2, id="x", exist_ok=True), job)
+        self.assertEqual(self.place.raw(self.path), before)
         queue.get()
+        before = self.place.raw(self.path)
         self.assertEqual(queue.put(3, id="x", exist_ok=True).state, "inflight")
-        self.assertEqual(file_bytes(self.path, "pending"), list(before.values())[0])
+        self.assertEqual(self.place.raw(self.path), before)
         self.assertEqual(queue.put(5, id="y", exist_ok=True).payload, 5)
 
     def test_generated_ids_never_repeat(self):
@@ -1556,6 +1669,7 @@ class IdsTest(Case):
         self.assertIsNone(queue.put(1, id="x").last_error)
 
 
+@every_engine
 class PutManyTest(Case):
     def test_returns_the_jobs_in_order(self):
         """Each payload's job, with its id, delay and priority."""
@@ -1573,20 +1687,21 @@ class PutManyTest(Case):
     def test_empty_writes_nothing(self):
         """An empty iterable returns [] and does not touch the disk."""
         self.assertEqual(self.open().put_many([]), [])
-        self.assertFalse(os.path.exists(self.path))
+        self.assertFalse(self.place.exists(self.path))
 
     def test_one_living_id_refuses_all(self):
         """A duplicate adds nothing, the other ids included."""
         queue = self.open()
         queue.put(0, id="b")
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         with self.assertRaises(tq.DuplicateJobError) as caught:
             queue.put_many([1, 2, 3], ids=["a", "b", "c"])
         self.assertEqual(caught.exception.id, "b")
-        self.assertEqual(tree(self.dir), before)
+        self.assertEqual(self.place.raw(self.path), before)
         queue.put_many([1, 3], ids=["a", "c"])
         self.assertDrains(self.open(), [0, 1, 3])
 
+    @of_files
     def test_one_write_and_one_sync(self):
         """However many jobs, the kernel is asked to write and sync once."""
         queue = self.open(fsync=True)
@@ -1601,6 +1716,7 @@ class PutManyTest(Case):
             queue.put_many(range(1000))
         self.assertEqual((len(writes), len(syncs)), (1, 1))
 
+    @of_files
     def test_a_torn_batch_leaves_nothing(self):
         """Cut at any byte, a put_many is not there at all, and the job before
         it is; its bytes are kept."""
@@ -1618,6 +1734,7 @@ class PutManyTest(Case):
             fresh.close()
             self.assertDrains(tq.Queue(self.path, fsync=False), ["first", "next"])
 
+    @of_files
     def test_a_batch_that_lacks_only_its_newline_is_whole(self):
         """The last line is sound: all jobs are there."""
         self.open().put_many(["a", "b", "c"])
@@ -1629,6 +1746,7 @@ class PutManyTest(Case):
         self.assertDrains(self.open(), "abcd")
 
 
+@every_engine
 class ViewsTest(Case):
     def fill(self):
         queue = self.open(backoff=lambda n: 0)
@@ -1655,18 +1773,26 @@ class ViewsTest(Case):
             self.assertEqual([job.id for job in view.dead_letter()], ["a", "c"])
 
     def test_stats_and_len_equal_the_census(self):
-        """Counts are those of the files; len() counts pending."""
+        """Counts are those of what is stored; len() counts pending."""
         queue = self.fill()
         for view in self.views(queue):
             stats = view.stats()
             self.assertIsInstance(stats, tq.Stats)
             self.assertEqual(stats[:5], (4, 1, 1, 2, 0))
             self.assertEqual(len(view), 4)
-            size = sum(len(file_bytes(self.path, state)) for state in STATES)
-            self.assertEqual(stats.bytes, size)
-        states = collections.Counter(state for state, _ in census(self.path).values())
+            self.assertGreater(stats.bytes, 100)
+        found = self.place.census(self.path).values()
+        states = collections.Counter(state for state, _ in found)
         self.assertEqual(states, {"pending": 4, "inflight": 1, "dead": 2})
 
+    @of_files
+    def test_bytes_are_those_of_the_files(self):
+        """stats().bytes is the size of the three data files."""
+        queue = self.fill()
+        size = sum(len(file_bytes(self.path, state)) for state in STATES)
+        self.assertEqual(queue.stats().bytes, size)
+
+    @of_files
     def test_stats_fields(self):
         """The NamedTuple has the documented fields, in that order."""
         want = "pending delayed inflight dead damaged oldest next_due bytes"
@@ -1686,7 +1812,8 @@ class ViewsTest(Case):
         first = next(iterator)
         self.assertDrains(queue, "def")
         queue.purge("pending")
-        queue.compact()
+        if self.place.engine.can_compact:
+            queue.compact()
         self.assertEqual(
             [first.id] + [job.id for job in iterator], "d e f late".split()
         )
@@ -1694,12 +1821,12 @@ class ViewsTest(Case):
     def test_looking_writes_nothing(self):
         """Inspection changes no byte of a sound queue."""
         queue = self.fill()
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for view in self.views(queue):
             for look in (view.stats, view.jobs, view.verify, view.dead_letter):
                 list(look())
             self.assertEqual((len(view), view.find("b").id), (4, "b"))
-            self.assertEqual(tree(self.dir), before)
+            self.assertEqual(self.place.raw(self.path), before)
 
     def test_looking_at_nothing_creates_nothing(self):
         """A queue that was never written to is empty, and stays nowhere."""
@@ -1708,7 +1835,7 @@ class ViewsTest(Case):
         self.assertEqual(list(queue.jobs()), [])
         self.assertEqual(queue.verify(), [])
         self.assertRaises(tq.JobNotFoundError, queue.find, "a")
-        self.assertFalse(os.path.exists(self.path))
+        self.assertFalse(self.place.exists(self.path))
 
     def test_others_see_a_change_at_once(self):
         """Long-lived objects follow each other's changes."""
@@ -1722,6 +1849,7 @@ class ViewsTest(Case):
         self.assertEqual(one.stats()[:4], two.stats()[:4])
 
 
+@every_engine
 class WaitingTest(Case):
     def test_zero_does_not_wait(self):
         """get() and get(0) return at once."""
@@ -1799,12 +1927,20 @@ class WaitingTest(Case):
         queue.put(1, delay=3600)
         queue.put(2)
         self.assertTrue(queue.get())
-        before = {s: os.stat(file_of(self.path, s)).st_mtime_ns for s in STATES}
+        before = self.place.raw(self.path), self.written()
         cpu = time.process_time()
         self.assertIsNone(self.open().get(timeout=1.0))
         self.assertLess(time.process_time() - cpu, 0.3)
-        after = {s: os.stat(file_of(self.path, s)).st_mtime_ns for s in STATES}
-        self.assertEqual(after, before)
+        self.assertEqual((self.place.raw(self.path), self.written()), before)
+
+    def written(self):
+        """When each file here was last written to."""
+        return {
+            entry.name: entry.stat().st_mtime_ns
+            for folder, _, _ in os.walk(self.dir)
+            for entry in os.scandir(folder)
+            if entry.name.endswith((".jsonl", ".db", "-wal"))
+        }
 
     def test_many_threads_wait_on_one_object(self):
         """Each of several jobs ends the wait of one thread."""
@@ -1814,6 +1950,7 @@ class WaitingTest(Case):
         self.assertEqual(sorted(job.payload for job in found), [0, 1, 2, 3])
 
 
+@every_engine
 class CloseTest(Case):
     def test_with_closes(self):
         """A with block closes; closing twice is fine."""
@@ -1848,6 +1985,7 @@ class CloseTest(Case):
     def test_close_while_another_thread_waits(self):
         """A get that waits is ended by close() with QueueClosedError."""
         queue, ended = self.open(), []
+        queue.put(1, delay=3600)
 
         def wait():
             try:
@@ -1872,6 +2010,7 @@ class CloseTest(Case):
         queue.task_done(job)
 
 
+@every_engine
 class PicklingTest(Case):
     def test_a_queue_pickles_to_its_arguments(self):
         """Pickle and deepcopy make a new object of the same queue."""
@@ -1921,6 +2060,7 @@ class PicklingTest(Case):
         self.assertEqual(rest, [f"n{n}" for n in range(len(rest))])
 
 
+@every_engine
 class ReentranceTest(Case):
     def test_no_lock_is_held_across_user_code(self):
         """A backoff that puts, and changes while iterating, all work."""
@@ -1973,12 +2113,14 @@ print(sorted(job.payload for job in queue.jobs()))
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         return done.stdout.splitlines()
 
+    @of_files
     def test_a_signal_handler_under_the_lock_gets_a_clear_error(self):
         """A put inside a put of the same thread is refused, not a deadlock."""
         told, payloads = self.interrupt("write")
         self.assertIn("signal handler", told)
         self.assertEqual(payloads, "['first', 'outer']")
 
+    @of_files
     def test_a_signal_handler_during_the_sync_does_not_hang(self):
         """A put while the same thread waits for the disk ends, well or with a
         clear error."""
@@ -2172,9 +2314,13 @@ def quick(attempt):
 class WorkerCase(unittest.TestCase):
     """A queue and a worker that ends when there is nothing left."""
 
+    place = PLACES[0]
+
     def setUp(self):
-        self.path = os.path.join(tempfile.mkdtemp(prefix="tq-"), "jobs")
-        self.addCleanup(shutil.rmtree, os.path.dirname(self.path), True)
+        folder = tempfile.mkdtemp(prefix="tq-")
+        self.addCleanup(shutil.rmtree, folder, True)
+        self.path = self.place.where(folder)
+        self.addCleanup(self.place.clean, self.path)
         self.queue = tq.Queue(self.path, fsync=False, backoff=quick)
         self.addCleanup(self.queue.close)
         logging.getLogger("tiny_queue").setLevel(logging.CRITICAL)
@@ -2200,6 +2346,7 @@ class WorkerCase(unittest.TestCase):
         return process
 
 
+@every_engine
 class WorkerOutcomeTest(WorkerCase):
     """What a handler does, and what becomes of its job."""
 
@@ -2249,6 +2396,7 @@ class WorkerOutcomeTest(WorkerCase):
         self.assertEqual(totals, tq.Totals(2, 2, 1, 2, 0))
         self.assertEqual(self.queue.find("fail").last_error, "no such user")
 
+    @of_files
     def test_wrong_arguments_of_the_outcomes(self):
         """Refused where they are made."""
         for make in (tq.Retry, tq.Snooze):
@@ -2328,6 +2476,7 @@ class WorkerOutcomeTest(WorkerCase):
         self.assertIn("ZeroDivisionError", "".join(logs.output))
 
 
+@every_engine
 class WorkerAsyncTest(WorkerCase):
     """Coroutines are run before anything is acknowledged."""
 
@@ -2388,6 +2537,7 @@ class WorkerAsyncTest(WorkerCase):
         self.assertEqual(asyncio.run(main()).done, 1)
 
 
+@every_engine
 class WorkerLimitsTest(WorkerCase):
     """When a worker stops, and what it leaves behind."""
 
@@ -2429,6 +2579,7 @@ class WorkerLimitsTest(WorkerCase):
         self.assertEqual(self.queue.stats()[:3], (1, 0, 0))
         self.assertEqual(threading.active_count(), before)
 
+    @of_files
     def test_wrong_arguments(self):
         """Refused at construction."""
         with self.assertRaises(TypeError):
@@ -2447,6 +2598,7 @@ class WorkerLimitsTest(WorkerCase):
         self.assertEqual(seen, [("a", 2)])
 
 
+@every_engine
 class WorkerLeaseTest(WorkerCase):
     """Leases are renewed while a handler runs, and no longer."""
 
@@ -2519,6 +2671,7 @@ class WorkerLeaseTest(WorkerCase):
         self.assertEqual(len(logs.output), 3)
 
 
+@every_engine
 class WorkerSignalTest(WorkerCase):
     """SIGTERM and SIGINT, as a service manager sends them."""
 
@@ -2596,15 +2749,17 @@ class WorkerSignalTest(WorkerCase):
 
 
 class ContractTest(Case):
-    def test_the_file_engine_has_every_verb(self):
+    def test_every_engine_has_every_verb(self):
         """An engine implements the whole contract, with the same arguments."""
-        for name, verb in vars(tq._Engine).items():
-            if callable(verb) and not name.startswith("__"):
-                mine = getattr(tq._FileEngine, name)
-                self.assertIsNot(mine, verb, name)
-                want = list(inspect.signature(verb).parameters)
-                found = list(inspect.signature(mine).parameters)
-                self.assertEqual(found[: len(want)], want, name)
+        self.assertGreaterEqual(len(PLACES), 1 + len(tq._ENGINE_OF))
+        for place in PLACES:
+            for name, verb in vars(tq._Engine).items():
+                if callable(verb) and not name.startswith("_"):
+                    mine = getattr(place.engine, name)
+                    self.assertIsNot(mine, verb, (place.name, name))
+                    want = list(inspect.signature(verb).parameters)
+                    found = list(inspect.signature(mine).parameters)
+                    self.assertEqual(found[: len(want)], want, (place.name, name))
 
     def test_queue_calls_nothing_but_verbs(self):
         """Queue knows its engine by the contract only."""
@@ -4497,6 +4652,7 @@ class LockTest(Case):
 
 
 @unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "proofs of life need Linux")
+@every_engine
 class HolderTest(Case):
     """The kernel says who is alive."""
 
@@ -4773,6 +4929,7 @@ class HolderTest(Case):
             child.kill()
             self.assertEqual(queue.get().id, "a")
 
+    @of_files
     def test_without_proofs_the_wall_clock_decides(self):
         """cross_process_lock=False: a lease ends at its deadline, and one that
         would end later than now + its length is over."""
@@ -4787,6 +4944,7 @@ class HolderTest(Case):
                 self.assertEqual(queue.get().attempts, 2)
 
 
+@every_engine
 class ThreadsTest(Case):
     def setUp(self):
         super().setUp()
@@ -4829,7 +4987,9 @@ class ThreadsTest(Case):
         def look():
             while len(done) < 120:
                 self.assertGreaterEqual(min(queue.stats()[:4]), 0)
-                queue.compact() or list(queue.jobs(limit=5))
+                if self.place.engine.can_compact:
+                    queue.compact()
+                list(queue.jobs(limit=5))
 
         works = [lambda k=k: put(k) for k in range(6)] + [look, look]
         self.run_threads(*works, *[lambda k=k: take(k) for k in range(8)])
@@ -4843,6 +5003,7 @@ class ThreadsTest(Case):
         self.assertEqual(len(self.open()), 160)
 
 
+@every_engine
 class ProcessesTest(Case):
     def test_forked_children_on_one_inherited_object(self):
         """Parent and four children put 50 each through the same object, and
@@ -4892,6 +5053,7 @@ class ProcessesTest(Case):
         self.assertEqual(len(put), 4 * n)
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
+    @of_files
     def test_everybody_starts_at_once_on_an_empty_place(self):
         """Ten processes open a missing nested directory and wait; one job
         goes to exactly one of them."""
@@ -4962,6 +5124,7 @@ class ProcessesTest(Case):
         self.assertGreaterEqual(len(left) + len(done), 200 - 6)  # done, untold
         self.assertEqual({job.id for job in self.open().jobs()}, left)
 
+    @of_files
     def test_a_child_s_normal_exit_does_not_unlock_the_parent(self):
         """While the parent is inside an operation, a forked child ends; a
         contender still waits for the parent."""
@@ -5106,20 +5269,24 @@ class Terminal:
 
 
 class CommandLineCase(unittest.TestCase):
-    """Runs commands in a temporary directory, where `jobs` is the queue."""
+    """Runs commands in a temporary directory, where `jobs` is the queue; on
+    other engines than files its URL is given in the place of that word."""
 
+    place = PLACES[0]
     REAL = False  # whether each command is a process; calling main() is faster
 
     def setUp(self):
         self.folder = tempfile.mkdtemp()
         self.addCleanup(shutil.rmtree, self.folder)
-        self.path = os.path.join(self.folder, "jobs")
+        self.path = self.place.where(self.folder)
+        self.addCleanup(self.place.clean, self.path)
         self.env = {**os.environ, "PYTHONPATH": ROOT, "TERM": "xterm"}
         for name in ("TINY_QUEUE_DIR", "NO_COLOR", "COLUMNS", "LINES"):
             self.env.pop(name, None)
 
     def command(self, *args, status=0, stdin="", **env):
         """Run a command, check its exit status, return (stdout, stderr)."""
+        args = self.located(args)
         if not (self.REAL or stdin or env):
             return self.inside(*args, status=status)
         ran = subprocess.run(
@@ -5134,6 +5301,12 @@ class CommandLineCase(unittest.TestCase):
         self.assertEqual(ran.returncode, status, (args, ran.stdout, ran.stderr))
         self.assertNotIn("Traceback", ran.stderr)
         return ran.stdout, ran.stderr
+
+    def located(self, args):
+        """The words of a command, with the queue's place for `jobs`."""
+        if self.place is PLACES[0]:
+            return args
+        return [self.path if word == "jobs" else word for word in args]
 
     def inside(self, *args, status):
         """Call main() in this process; return what it wrote."""
@@ -5163,7 +5336,11 @@ class CommandLineCase(unittest.TestCase):
 
     def terminal(self, *args, columns=100, rows=30, **env):
         terminal = Terminal(
-            [*CLI, *args], self.folder, {**self.env, **env}, columns, rows
+            [*CLI, *self.located(args)],
+            self.folder,
+            {**self.env, **env},
+            columns,
+            rows,
         )
         self.addCleanup(lambda: terminal.fd >= 0 and terminal.end())
         self.addCleanup(self.kill, terminal.pid)
@@ -5185,6 +5362,7 @@ class CommandLineCase(unittest.TestCase):
 # =============================================================================
 
 
+@every_engine
 class PutTest(CommandLineCase):
     def test_put_makes_the_queue_and_prints_the_job(self):
         """put is durable at exit: another process finds the job."""
@@ -5247,6 +5425,7 @@ class PutTest(CommandLineCase):
         self.assertIn("mail", err)
 
 
+@every_engine
 class PutLinesTest(CommandLineCase):
     def test_each_line_is_a_job_in_order(self):
         """put - takes NDJSON, more than one batch, CRLF, BOM and blank lines."""
@@ -5275,7 +5454,7 @@ class PutLinesTest(CommandLineCase):
     def test_a_slow_producer_does_not_wait_for_a_batch(self):
         """A line is put when it arrives, while the pipe stays open."""
         with subprocess.Popen(
-            [*CLI, "put", "jobs", "-"], cwd=self.folder, env=self.env,
+            [*CLI, "put", self.path, "-"], cwd=self.folder, env=self.env,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         ) as process:  # fmt: skip
             process.stdin.write(b"1\n2")
@@ -5285,6 +5464,7 @@ class PutLinesTest(CommandLineCase):
             out, _ = process.communicate(timeout=PATIENCE)
         self.assertEqual(json.loads(out), {"put": 2})
 
+    @of_files
     def test_progress_is_shown_on_a_terminal_only(self):
         """The progress line goes to a terminal's standard error."""
         terminal = self.terminal("put", "jobs", "-", "--string")
@@ -5296,6 +5476,7 @@ class PutLinesTest(CommandLineCase):
         self.assertIn("put 1 job", shown)
 
 
+@every_engine
 class GetTest(CommandLineCase):
     REAL = True
 
@@ -5328,10 +5509,10 @@ class GetTest(CommandLineCase):
     def test_get_waits_for_a_put(self):
         """--timeout waits, also for a queue that is not there yet."""
         with subprocess.Popen(
-            [*CLI, "get", "jobs", "--timeout", "20"], cwd=self.folder, env=self.env,
+            [*CLI, "get", self.path, "--timeout", "20"], cwd=self.folder, env=self.env,
             stdout=subprocess.PIPE,
         ) as process:  # fmt: skip
-            eventually(lambda: os.path.exists(self.path))
+            eventually(lambda: asleep(process.pid))
             self.queue().put("late")
             out, _ = process.communicate(timeout=PATIENCE)
         self.assertEqual(json.loads(out)["payload"], "late")
@@ -5342,7 +5523,7 @@ class GetTest(CommandLineCase):
         self.command("put", "jobs", "1", "--id", "a")
         with open("/dev/full", "w") as full:
             ran = subprocess.run(
-                [*CLI, "get", "jobs"], cwd=self.folder, env=self.env,
+                [*CLI, "get", self.path], cwd=self.folder, env=self.env,
                 stdout=full, stderr=subprocess.PIPE, timeout=60,
             )  # fmt: skip
         self.assertEqual(ran.returncode, 1)
@@ -5350,6 +5531,7 @@ class GetTest(CommandLineCase):
         self.assertEqual([job.state, job.attempts], ["pending", 0])
 
 
+@every_engine
 class SettleTest(CommandLineCase):
     REAL = True
 
@@ -5386,6 +5568,7 @@ class SettleTest(CommandLineCase):
         self.command("done", "jobs", id, token, status=3)
 
 
+@every_engine
 class LookingTest(CommandLineCase):
     def test_a_missing_directory_is_nothing_and_stays_missing(self):
         """Every command that only looks or changes exits 3, creates nothing."""
@@ -5401,6 +5584,7 @@ class LookingTest(CommandLineCase):
         self.command("get", "jobs", status=3)
         self.assertEqual(os.listdir(self.folder), [])
 
+    @of_files
     def test_wrong_usage_is_2(self):
         """No command, an unknown one, missing and surplus words: usage."""
         self.inside(status=2)
@@ -5448,6 +5632,7 @@ class LookingTest(CommandLineCase):
         self.assertGreaterEqual(stats["oldest_age"], 0)
         self.assertGreater(stats["next_due"], time.time())
 
+    @of_files
     def test_prometheus_text_is_well_formed(self):
         """Each sample follows its HELP and TYPE; labels are escaped."""
         folder = 'q"uo\\te'
@@ -5462,6 +5647,7 @@ class LookingTest(CommandLineCase):
                 self.assertEqual(sample.fullmatch(line)[1], name)
         self.assertIn('q\\"uo\\\\te",state="pending"} 1\n', out)
 
+    @of_files
     def test_verify_lists_damage_and_is_1(self):
         """A flipped byte is found with file and line; verify exits 1."""
         queue = self.queue()
@@ -5476,6 +5662,7 @@ class LookingTest(CommandLineCase):
         self.assertEqual([damage["file"], damage["line"]], [os.path.basename(file), 2])
 
 
+@every_engine
 class ChangeTest(CommandLineCase):
     def bury(self, *ids):
         queue = self.queue()
@@ -5511,6 +5698,7 @@ class ChangeTest(CommandLineCase):
         self.assertEqual(self.answer(*args, "--older-than", "1d"), {"purged": 0})
         self.assertEqual(self.answer(*args), {"purged": 2})
 
+    @of_files
     def test_purge_asks_on_a_terminal(self):
         """Only a yes deletes; anything else is refused with 1."""
         queue = self.bury("a", "b")
@@ -5531,6 +5719,19 @@ class ChangeTest(CommandLineCase):
         )
         self.assertEqual(len(self.queue()), 1)
 
+    def test_compact_is_refused_where_there_is_nothing_to_do(self):
+        """An engine that cannot compact says so with 1, and the queue too."""
+        queue = self.queue()
+        queue.put(1)
+        if self.place.engine.can_compact:
+            self.assertIsNone(queue.compact())
+        else:
+            self.assertRaises(tq.QueueError, queue.compact)
+            _, err = self.command("compact", "jobs", status=1)
+            self.assertIn("nothing to compact", err)
+        self.assertEqual(len(queue), 1)
+
+    @of_files
     def test_compact_says_what_it_freed(self):
         """compact empties the files of a drained queue."""
         queue = self.queue()
