@@ -283,15 +283,6 @@ def waits(thread):
     return code and code.co_filename == tq.__file__ and code.co_name == "wait"
 
 
-def asleep(pid):
-    """Whether a process that began to use its queue now sleeps in poll()."""
-    try:
-        call = pathlib.Path(f"/proc/{pid}/wchan").read_text()
-    except OSError:
-        return True  # not Linux: then it may be early
-    return "poll" in call or call in ("", "0")
-
-
 def open_fds():
     """How many descriptors this process has open (Linux, else constant)."""
     try:
@@ -344,6 +335,10 @@ class Place:
         """All that is stored, read without the module; equal if unchanged."""
         return tree(where)
 
+    def begun(self, where, pid):
+        """Whether a process that is to use a queue has got as far as that."""
+        return os.path.exists(where)
+
     def census(self, where, name="default"):
         """Each job's state and attempts, read without the module."""
         return {
@@ -364,10 +359,20 @@ class SqlitePlace(Place):
     def exists(self, where):
         return os.path.exists(where[len("sqlite:///") :])
 
+    def begun(self, where, pid):
+        try:
+            return "_sqlite3" in pathlib.Path(f"/proc/{pid}/maps").read_text()
+        except FileNotFoundError:  # not Linux
+            return True
+
+    def connect(self, where):
+        """The application's own connection, outside of a transaction."""
+        return sqlite3.connect(where[len("sqlite:///") :], timeout=PATIENCE)
+
     def rows(self, where, table):
         if not self.exists(where):
             return []
-        with contextlib.closing(sqlite3.connect(where[len("sqlite:///") :])) as db:
+        with contextlib.closing(self.connect(where)) as db:
             db.row_factory = sqlite3.Row
             return [dict(row) for row in db.execute(f"SELECT * FROM {table}")]
 
@@ -387,22 +392,32 @@ class SqlitePlace(Place):
 PLACES = [Place(), SqlitePlace()]
 
 
-def every_engine(case=None, *, only=None):
+def every_engine(case=None, *, only=None, needs="", **settings):
     """Run a class's tests on each engine: for files under its own name, for
-    others with theirs behind it.  `only` names the tests that others run."""
+    others with theirs behind it.
+
+    `only` names the tests that others run, `needs` a flag of their engine;
+    settings are attributes of their classes.
+    """
     if case is None:
-        return functools.partial(every_engine, only=only)
+        return functools.partial(every_engine, only=only, needs=needs, **settings)
     for place in PLACES[1:]:
-        members = {"place": place, "__module__": __name__, "__doc__": case.__doc__}
-        for name in dir(case):
-            test = getattr(case, name)
-            if name.startswith("test_") and (
-                hasattr(test, "of_files") or only and name not in only
-            ):
-                members[name] = None
-        twin = f"{case.__name__}{place.name}"
-        globals()[twin] = type(twin, (case,), members)
-    return case
+        if needs and not getattr(place.engine, needs):
+            continue
+        name = f"{case.__name__}{place.name}"
+        members = {"place": place, "__module__": __name__, **settings}
+        for test in dir(case):
+            if test.startswith("test_"):
+                if hasattr(getattr(case, test), "of_files") or test not in (
+                    only or [test]
+                ):
+                    members[test] = None
+        TWINS.append(type(name, (case,), members))
+        globals()[name] = TWINS[-1]
+    return None if needs and not getattr(tq._FileEngine, needs) else case
+
+
+TWINS: list[type] = []  # the classes that it made
 
 
 def of_files(test):
@@ -944,12 +959,13 @@ class NamesTest(Case):
                 self.assertEqual(len(view), 1)
             self.assertDrains(queue, [queue.name])
 
-    def test_a_url_names_no_engine_yet(self):
-        """A path with :// is a URL, refused with its scheme, never a file."""
-        with self.assertRaisesRegex(ValueError, "redis"):
+    def test_an_unknown_scheme_is_refused_with_the_known(self):
+        """A path with :// is a URL, never a file."""
+        with self.assertRaisesRegex(ValueError, "'redis'.*sqlite://"):
             tq.Queue("redis://host/0")
 
 
+@every_engine
 class PayloadsTest(Case):
     def test_what_json_cannot_hold_is_refused(self):
         """Unfaithful payloads raise at put, with zero bytes written."""
@@ -957,7 +973,7 @@ class PayloadsTest(Case):
         circle.append(circle)
         queue = self.open()
         queue.put("before")
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for bad in (
             datetime.datetime.now(), b"x", {1, 2}, decimal.Decimal(1), object(),
             circle, {(1, 2): 3}, math.nan, {"a": [[math.inf]]}, -math.inf, len,
@@ -965,7 +981,7 @@ class PayloadsTest(Case):
         ):  # fmt: skip
             with self.subTest(type(bad)):
                 self.assertRaises((TypeError, ValueError), queue.put, bad)
-                self.assertEqual(tree(self.dir), before)
+                self.assertEqual(self.place.raw(self.path), before)
         queue.put("after")
         self.assertDrains(queue, ["before", "after"])
 
@@ -1012,25 +1028,35 @@ class PayloadsTest(Case):
             self.assertEqual(next(view.jobs()).payload, {"a": [1]})
 
     def test_any_text_comes_back_as_it_was(self):
-        """Surrogates, separators and controls survive in payload and error;
-        the file stays one UTF-8 line per job."""
-        texts = [
-            "\udcff", "\x00", "\U0001f600", "\u2028\u2029", "\x85", "\x0b\x0c\x1c",
-            "\r\n", '"\\', "\ufeff", "{[", ',"crc":"00000000"}', "\x7f\x80\x9f",
-        ]  # fmt: skip
+        """Surrogates, separators and controls survive in payload and error."""
+        texts = self.TEXTS
         queue = self.open(max_retries=0)
         for text in texts:
             queue.put({text: text})
-        lines = file_lines(self.path, "pending")
-        self.assertEqual(len(lines), len(texts))
         for text in texts:
             job = queue.get()
             self.assertEqual(job.payload, {text: text})
             queue.task_done(job, False, text)
         for view in self.views(queue):
             dead = list(view.dead_letter())
-            self.assertEqual([job.last_error for job in dead], texts)
+            self.assertEqual([job.last_error for job in dead], list(texts))
             self.assertEqual([job.payload for job in dead], [{t: t} for t in texts])
+
+    TEXTS = (
+        "\udcff", "\x00", "\U0001f600", "\u2028\u2029", "\x85", "\x0b\x0c\x1c",
+        "\r\n", '"\\', "\ufeff", "{[", ',"crc":"00000000"}', "\x7f\x80\x9f", '"',
+        '"a"', "\\x", "\udcff\\", "",
+    )  # fmt: skip
+
+    @of_files
+    def test_any_text_is_one_line(self):
+        """The file stays one sound UTF-8 line per job, whatever the text."""
+        queue = self.open(max_retries=0)
+        for text in self.TEXTS:
+            queue.put({text: text})
+        self.assertEqual(len(file_lines(self.path, "pending")), len(self.TEXTS))
+        for text in self.TEXTS:
+            queue.task_done(queue.get(), False, text)
         for state in STATES:
             self.assertNotIn(None, map(read_line, file_lines(self.path, state)))
 
@@ -1865,6 +1891,7 @@ class WaitingTest(Case):
         self.assertIsNone(self.open().get(timeout=0.3))
         self.assertTrue(0.3 <= time.monotonic() - start < 0.8)
 
+    @of_files
     def test_a_jump_of_the_wall_clock_does_not_change_a_timeout(self):
         """Timeouts are measured by the monotonic clock."""
         for step in (-3600.0, 3600.0):
@@ -2671,7 +2698,7 @@ class WorkerLeaseTest(WorkerCase):
         self.assertEqual(len(logs.output), 3)
 
 
-@every_engine
+@every_engine(only=["test_a_second_signal_gives_the_job_back"])
 class WorkerSignalTest(WorkerCase):
     """SIGTERM and SIGINT, as a service manager sends them."""
 
@@ -2769,7 +2796,7 @@ class ContractTest(Case):
             if isinstance(node, ast.Attribute) and isinstance(owner, ast.Attribute):
                 if owner.attr == "_engine":
                     used.add(node.attr)
-        self.assertLessEqual(used, set(dir(tq._Engine)) | {"path"})
+        self.assertLessEqual(used, set(dir(tq._Engine)) | {"path", "source"})
         self.assertIn("lease", used)
 
 
@@ -5389,6 +5416,7 @@ class PutTest(CommandLineCase):
         two = self.answer("put", "jobs", "1", "--at", "4102444800")
         self.assertEqual([one["run_at"], two["run_at"]], [4102444800.0] * 2)
 
+    @of_files
     def test_bad_json_says_how_to_quote_and_makes_nothing(self):
         """A payload that is no JSON is wrong usage; no directory appears."""
         for text in ("hello", "{a: 1}", "NaN", "1e999", "", "[" * 5000):
@@ -5443,6 +5471,7 @@ class PutLinesTest(CommandLineCase):
         self.assertIn("line 1501 is not valid JSON", err)
         self.assertEqual(len(self.queue()), 1500)
 
+    @of_files
     def test_options_of_a_single_job_are_refused(self):
         """--id, --at and --max-retries make no sense for many; usage."""
         for option in ("--id=a", "--at=1", "--max-retries=1"):
@@ -5512,7 +5541,7 @@ class GetTest(CommandLineCase):
             [*CLI, "get", self.path, "--timeout", "20"], cwd=self.folder, env=self.env,
             stdout=subprocess.PIPE,
         ) as process:  # fmt: skip
-            eventually(lambda: asleep(process.pid))
+            eventually(lambda: self.place.begun(self.path, process.pid))
             self.queue().put("late")
             out, _ = process.communicate(timeout=PATIENCE)
         self.assertEqual(json.loads(out)["payload"], "late")
@@ -5531,7 +5560,7 @@ class GetTest(CommandLineCase):
         self.assertEqual([job.state, job.attempts], ["pending", 0])
 
 
-@every_engine
+@every_engine(REAL=False)
 class SettleTest(CommandLineCase):
     REAL = True
 
@@ -10016,8 +10045,8 @@ class Model:
 class Walk:
     """One random history, on simulated processes and on the model."""
 
-    def __init__(self, seed):
-        self.rng, self.host = random.Random(seed), Host()
+    def __init__(self, seed, host=None):
+        self.rng, self.host = random.Random(seed), host or Host()
         self.model, self.serial = Model(self.host.clock), itertools.count(1)
         self.guests = [self.host.guest(**self.OPTIONS) for _ in range(2)]
         self.holders = [next(self.serial), next(self.serial)]
@@ -10045,8 +10074,9 @@ class Walk:
         for guest in self.guests:
             self.compare(guest, True)
             guest.kill()
-        with fresh(self.host) as guest:
-            self.compare(guest, True)
+        guest = self.host.guest()
+        self.compare(guest, True)
+        guest.kill()
 
     def compare(self, guest, whole):
         now, listed = self.host.clock.now, self.model.listed
@@ -10263,6 +10293,68 @@ class ModelTest(FaultCase):
         two processes: results, order and states are the model's."""
         count = 20_000 if DEEP else 300
         self.share(self.check, [f"{SEED}:{n}" for n in range(count)])
+
+
+class Here:
+    """A host that is the real one but for its clock, with queues in a place;
+    what a killed process leaves is what close() leaves."""
+
+    def __init__(self, place):
+        self.place, self.clock = place, FakeTime()
+        self.folder = tempfile.mkdtemp(prefix="tq-")
+        self.where = place.where(self.folder)
+
+    def guest(self, **options):
+        return HereGuest(self, options)
+
+    def end(self):
+        self.place.clean(self.where)
+        shutil.rmtree(self.folder)
+
+
+class HereGuest:
+    tq = tq
+
+    def __init__(self, host, options):
+        self.host, self.options = host, options
+        self.queue = self.open()
+
+    def open(self):
+        options = {"lease_timeout": LEASE, "fsync": False, **self.options}
+        return tq.Queue(self.host.where, **options)
+
+    def kill(self):
+        self.queue.close()
+
+
+class EngineWalk(Walk):
+    """The same histories on a real engine."""
+
+    def __init__(self, seed, place):
+        super().__init__(seed, Here(place))
+
+    def run(self, steps):
+        clock = self.host.clock
+        with patched("time", **{n: getattr(clock, n) for n in ("time", "monotonic")}):
+            super().run(steps)
+        self.host.end()
+
+    def compact(self):
+        if self.host.place.engine.can_compact:
+            self.queue.compact()
+
+
+class EngineHistoriesTest(FaultCase):
+    def check(self, case):
+        number, place = case
+        EngineWalk(f"{SEED}:{number}", PLACES[place]).run(60)
+        return {f"histories on {PLACES[place].name}": 1}
+
+    def test_random_histories_agree_across_the_engines(self):
+        """The same seeds as on simulated files, on each real engine: results,
+        order and states are the model's."""
+        count, places = 2_000 if DEEP else 25, range(len(PLACES))
+        self.share(self.check, itertools.product(range(count), places))
 
 
 # Row 13: a storm of kills
@@ -10910,12 +11002,13 @@ ENUMERATIONS = (
     + [NestedCrashTests, NewDirectoryTests],
     [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
     + [InterruptTest],
+    [*TWINS, EngineHistoriesTest],
 )
 
 
 class EnumerationsTest(unittest.TestCase):
-    """The enumerations ran in two processes of their own meanwhile: with two
-    cores that takes half the time."""
+    """The enumerations, and the contract on other engines than files, ran in
+    processes of their own meanwhile: with two cores that takes half the time."""
 
     children: list[subprocess.Popen] = []
 
