@@ -47,6 +47,7 @@ import select
 import shutil
 import signal
 import socket
+import sqlite3
 import stat
 import struct
 import subprocess
@@ -310,13 +311,132 @@ class FullDisk:
         return os.write(fd, bytes(data)[:free])
 
 
+class Place:
+    """Where an engine keeps its queues in a test, and what is there.
+
+    This one is a directory.  Others are listed in PLACES; the tests of classes
+    under @every_engine run on each, unchanged.
+    """
+
+    name = "File"
+    engine = tq._FileEngine
+
+    def where(self, folder):
+        """What Queue gets, in a fresh folder; `clean` is called at the end."""
+        return os.path.join(folder, "jobs")
+
+    def clean(self, where):
+        pass  # the folder is removed anyway
+
+    def exists(self, where):
+        """Whether anything at all was made there."""
+        return os.path.exists(where)
+
+    def raw(self, where):
+        """All that is stored, read without the module; equal if unchanged."""
+        return tree(where)
+
+    def begun(self, where, pid):
+        """Whether a process that is to use a queue has got as far as that."""
+        return os.path.exists(where)
+
+    def census(self, where, name="default"):
+        """Each job's state and attempts, read without the module."""
+        return {
+            id: (state, fields.get("attempts", 0))
+            for id, (state, fields) in census(where, name).items()
+        }
+
+
+class SqlitePlace(Place):
+    """A database file, opened by its URL."""
+
+    name = "Sqlite"
+    engine = tq._LiteEngine
+
+    def where(self, folder):
+        return f"sqlite:///{folder}/jobs.db"
+
+    def exists(self, where):
+        return os.path.exists(where[len("sqlite:///") :])
+
+    def begun(self, where, pid):
+        try:
+            return "_sqlite3" in pathlib.Path(f"/proc/{pid}/maps").read_text()
+        except FileNotFoundError:  # not Linux
+            return True
+
+    def connect(self, where):
+        """The application's own connection, outside of a transaction."""
+        return sqlite3.connect(where[len("sqlite:///") :], timeout=PATIENCE)
+
+    def rows(self, where, table):
+        if not self.exists(where):
+            return []
+        with contextlib.closing(self.connect(where)) as db:
+            db.row_factory = sqlite3.Row
+            return [dict(row) for row in db.execute(f"SELECT * FROM {table}")]
+
+    def raw(self, where):
+        tables = ("tiny_queue_queues", "tiny_queue_jobs")
+        return [self.rows(where, table) for table in tables]
+
+    def census(self, where, name="default"):
+        shown = {"ready": "pending", "delayed": "pending"}
+        return {
+            row["id"]: (shown.get(row["state"], row["state"]), row["attempts"])
+            for row in self.rows(where, "tiny_queue_jobs")
+            if row["queue"] == name
+        }
+
+
+PLACES = [Place(), SqlitePlace()]
+
+
+def every_engine(case=None, *, only=None, needs="", **settings):
+    """Run a class's tests on each engine: for files under its own name, for
+    others with theirs behind it.
+
+    `only` names the tests that others run, `needs` a flag of their engine;
+    settings are attributes of their classes.
+    """
+    if case is None:
+        return functools.partial(every_engine, only=only, needs=needs, **settings)
+    for place in PLACES[1:]:
+        if needs and not getattr(place.engine, needs):
+            continue
+        name = f"{case.__name__}{place.name}"
+        members = {"place": place, "__module__": __name__, **settings}
+        for test in dir(case):
+            if test.startswith("test_"):
+                if hasattr(getattr(case, test), "of_files") or test not in (
+                    only or [test]
+                ):
+                    members[test] = None
+        TWINS.append(type(name, (case,), members))
+        globals()[name] = TWINS[-1]
+    return None if needs and not getattr(tq._FileEngine, needs) else case
+
+
+TWINS: list[type] = []  # the classes that it made
+
+
+def of_files(test):
+    """Mark a test that is about bytes in files."""
+    test.of_files = True
+    return test
+
+
 class Case(unittest.TestCase):
     """A test with a fresh directory; what it opens and spawns is ended."""
+
+    place = PLACES[0]
 
     def setUp(self):
         self.dir = tempfile.mkdtemp(prefix="tq-")
         self.addCleanup(shutil.rmtree, self.dir, True)
-        self.path = os.path.join(self.dir, "jobs")
+        self.path = self.place.where(self.dir)
+        self.addCleanup(self.place.clean, self.path)
         logger = logging.getLogger("tiny_queue")
         level = logger.level
         logger.setLevel(logging.CRITICAL)
@@ -840,12 +960,13 @@ class NamesTest(Case):
                 self.assertEqual(len(view), 1)
             self.assertDrains(queue, [queue.name])
 
-    def test_a_url_names_no_engine_yet(self):
-        """A path with :// is a URL, refused with its scheme, never a file."""
-        with self.assertRaisesRegex(ValueError, "redis"):
+    def test_an_unknown_scheme_is_refused_with_the_known(self):
+        """A path with :// is a URL, never a file."""
+        with self.assertRaisesRegex(ValueError, "'redis'.*sqlite://"):
             tq.Queue("redis://host/0")
 
 
+@every_engine
 class PayloadsTest(Case):
     def test_what_json_cannot_hold_is_refused(self):
         """Unfaithful payloads raise at put, with zero bytes written."""
@@ -853,7 +974,7 @@ class PayloadsTest(Case):
         circle.append(circle)
         queue = self.open()
         queue.put("before")
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for bad in (
             datetime.datetime.now(), b"x", {1, 2}, decimal.Decimal(1), object(),
             circle, {(1, 2): 3}, math.nan, {"a": [[math.inf]]}, -math.inf, len,
@@ -861,7 +982,7 @@ class PayloadsTest(Case):
         ):  # fmt: skip
             with self.subTest(type(bad)):
                 self.assertRaises((TypeError, ValueError), queue.put, bad)
-                self.assertEqual(tree(self.dir), before)
+                self.assertEqual(self.place.raw(self.path), before)
         queue.put("after")
         self.assertDrains(queue, ["before", "after"])
 
@@ -909,25 +1030,35 @@ class PayloadsTest(Case):
             self.assertEqual(next(view.jobs()).payload, {"a": [1]})
 
     def test_any_text_comes_back_as_it_was(self):
-        """Surrogates, separators and controls survive in payload and error;
-        the file stays one UTF-8 line per job."""
-        texts = [
-            "\udcff", "\x00", "\U0001f600", "\u2028\u2029", "\x85", "\x0b\x0c\x1c",
-            "\r\n", '"\\', "\ufeff", "{[", ',"crc":"00000000"}', "\x7f\x80\x9f",
-        ]  # fmt: skip
+        """Surrogates, separators and controls survive in payload and error."""
+        texts = self.TEXTS
         queue = self.open(max_retries=0)
         for text in texts:
             queue.put({text: text})
-        lines = file_lines(self.path, "pending")
-        self.assertEqual(len(lines), len(texts))
         for text in texts:
             job = queue.get()
             self.assertEqual(job.payload, {text: text})
             queue.task_done(job, False, text)
         for view in self.views(queue):
             dead = list(view.dead_letter())
-            self.assertEqual([job.last_error for job in dead], texts)
+            self.assertEqual([job.last_error for job in dead], list(texts))
             self.assertEqual([job.payload for job in dead], [{t: t} for t in texts])
+
+    TEXTS = (
+        "\udcff", "\x00", "\U0001f600", "\u2028\u2029", "\x85", "\x0b\x0c\x1c",
+        "\r\n", '"\\', "\ufeff", "{[", ',"crc":"00000000"}', "\x7f\x80\x9f", '"',
+        '"a"', "\\x", "\udcff\\", "",
+    )  # fmt: skip
+
+    @of_files
+    def test_any_text_is_one_line(self):
+        """The file stays one sound UTF-8 line per job, whatever the text."""
+        queue = self.open(max_retries=0)
+        for text in self.TEXTS:
+            queue.put({text: text})
+        self.assertEqual(len(file_lines(self.path, "pending")), len(self.TEXTS))
+        for text in self.TEXTS:
+            queue.task_done(queue.get(), False, text)
         for state in STATES:
             self.assertNotIn(None, map(read_line, file_lines(self.path, state)))
 
@@ -974,6 +1105,7 @@ class PayloadsTest(Case):
             self.assertRaises(ValueError, queue.put, 10**5000)
 
 
+@every_engine
 class LifeTest(Case):
     """Every arrow of the state diagram."""
 
@@ -986,8 +1118,7 @@ class LifeTest(Case):
                 found.append((job.state, job.attempts))
             except tq.JobNotFoundError:
                 found.append(None)
-        record = census(self.path).get(id)
-        found.append(record and (record[0], record[1].get("attempts", 0)))
+        found.append(self.place.census(self.path).get(id))
         self.assertEqual(found, [found[0]] * 3)
         return found[0]
 
@@ -1153,10 +1284,10 @@ class LifeTest(Case):
             self.assertRaises(tq.LeaseLostError, call, job)
         other.task_done(held)
         queue.task_done(job)
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for success in (True, False):
             self.assertRaises(tq.LeaseLostError, queue.task_done, job, success)
-        self.assertEqual(tree(self.dir), before)
+        self.assertEqual(self.place.raw(self.path), before)
 
     def test_an_old_token_cannot_settle_a_new_delivery(self):
         """The token alone is the fence, even in one process (I6)."""
@@ -1240,6 +1371,7 @@ class LifeTest(Case):
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
 
+@every_engine
 class RetryTest(Case):
     def test_the_backoff_is_asked_with_the_attempt(self):
         """backoff(1), backoff(2), ... and the instant is recorded."""
@@ -1273,6 +1405,7 @@ class RetryTest(Case):
                 self.assertEqual((job.state, job.last_error), ("pending", "e"))
                 self.assertTrue(0 < job.run_at - 1e9 <= 1.1, "the default")
 
+    @of_files
     def test_a_huge_attempt_count_is_survived(self):
         """A job of 5000 attempts fails with a capped delay."""
         self.write(
@@ -1307,6 +1440,7 @@ class RetryTest(Case):
         self.assertLess(len(queue.find("a").last_error), 70_000)
 
 
+@every_engine
 class OrderTest(Case):
     def test_fifo_whatever_the_clock_does(self):
         """Frozen or running backwards, the order of get is that of put."""
@@ -1345,7 +1479,7 @@ class OrderTest(Case):
         self.assertDrains(queue, want[3:])
 
     def test_order_is_that_of_the_file_after_reopening(self):
-        """A retried and a released job go last, now and after a restart."""
+        """A retried and a released job go last, after a restart too."""
         queue = self.open(backoff=lambda n: 0)
         queue.put_many(list("abcd"))
         a, b = queue.get_many(2)
@@ -1353,7 +1487,8 @@ class OrderTest(Case):
         queue.release(a)
         for view in self.views(queue):
             self.assertEqual([job.payload for job in view.jobs()], list("cdba"))
-        queue.compact()
+        if self.place.engine.can_compact:
+            queue.compact()
         self.assertDrains(self.open(), "cdba")
 
     def test_a_delayed_job_never_holds_up_a_ready_one(self):
@@ -1398,6 +1533,7 @@ class OrderTest(Case):
         self.assertEqual(queue.get_many(1), [])
 
 
+@every_engine
 class DelayTest(Case):
     def setUp(self):
         super().setUp()
@@ -1474,6 +1610,7 @@ class DelayTest(Case):
         self.assertEqual(self.open().stats().next_due, 1e9 + 50)
 
 
+@every_engine
 class IdsTest(Case):
     def test_an_id_is_taken_until_success(self):
         """pending, delayed, inflight and dead block put(); success frees."""
@@ -1499,12 +1636,14 @@ class IdsTest(Case):
         """put(exist_ok=True) is put or find, with nothing written."""
         queue = self.open()
         job = queue.put(1, id="x", priority=4)
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for view in self.views(queue):
             self.assertEqual(view.put(2, id="x", exist_ok=True), job)
+        self.assertEqual(self.place.raw(self.path), before)
         queue.get()
+        before = self.place.raw(self.path)
         self.assertEqual(queue.put(3, id="x", exist_ok=True).state, "inflight")
-        self.assertEqual(file_bytes(self.path, "pending"), list(before.values())[0])
+        self.assertEqual(self.place.raw(self.path), before)
         self.assertEqual(queue.put(5, id="y", exist_ok=True).payload, 5)
 
     def test_generated_ids_never_repeat(self):
@@ -1560,6 +1699,7 @@ class IdsTest(Case):
         self.assertIsNone(queue.put(1, id="x").last_error)
 
 
+@every_engine
 class PutManyTest(Case):
     def test_returns_the_jobs_in_order(self):
         """Each payload's job, with its id, delay and priority."""
@@ -1577,20 +1717,21 @@ class PutManyTest(Case):
     def test_empty_writes_nothing(self):
         """An empty iterable returns [] and does not touch the disk."""
         self.assertEqual(self.open().put_many([]), [])
-        self.assertFalse(os.path.exists(self.path))
+        self.assertFalse(self.place.exists(self.path))
 
     def test_one_living_id_refuses_all(self):
         """A duplicate adds nothing, the other ids included."""
         queue = self.open()
         queue.put(0, id="b")
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         with self.assertRaises(tq.DuplicateJobError) as caught:
             queue.put_many([1, 2, 3], ids=["a", "b", "c"])
         self.assertEqual(caught.exception.id, "b")
-        self.assertEqual(tree(self.dir), before)
+        self.assertEqual(self.place.raw(self.path), before)
         queue.put_many([1, 3], ids=["a", "c"])
         self.assertDrains(self.open(), [0, 1, 3])
 
+    @of_files
     def test_one_write_and_one_sync(self):
         """However many jobs, the kernel is asked to write and sync once."""
         queue = self.open(fsync=True)
@@ -1605,6 +1746,7 @@ class PutManyTest(Case):
             queue.put_many(range(1000))
         self.assertEqual((len(writes), len(syncs)), (1, 1))
 
+    @of_files
     def test_a_torn_batch_leaves_nothing(self):
         """Cut at any byte, a put_many is not there at all, and the job before
         it is; its bytes are kept."""
@@ -1622,6 +1764,7 @@ class PutManyTest(Case):
             fresh.close()
             self.assertDrains(tq.Queue(self.path, fsync=False), ["first", "next"])
 
+    @of_files
     def test_a_batch_that_lacks_only_its_newline_is_whole(self):
         """The last line is sound: all jobs are there."""
         self.open().put_many(["a", "b", "c"])
@@ -1633,6 +1776,7 @@ class PutManyTest(Case):
         self.assertDrains(self.open(), "abcd")
 
 
+@every_engine
 class ViewsTest(Case):
     def fill(self):
         queue = self.open(backoff=lambda n: 0)
@@ -1659,18 +1803,26 @@ class ViewsTest(Case):
             self.assertEqual([job.id for job in view.dead_letter()], ["a", "c"])
 
     def test_stats_and_len_equal_the_census(self):
-        """Counts are those of the files; len() counts pending."""
+        """Counts are those of what is stored; len() counts pending."""
         queue = self.fill()
         for view in self.views(queue):
             stats = view.stats()
             self.assertIsInstance(stats, tq.Stats)
             self.assertEqual(stats[:5], (4, 1, 1, 2, 0))
             self.assertEqual(len(view), 4)
-            size = sum(len(file_bytes(self.path, state)) for state in STATES)
-            self.assertEqual(stats.bytes, size)
-        states = collections.Counter(state for state, _ in census(self.path).values())
+            self.assertGreater(stats.bytes, 100)
+        found = self.place.census(self.path).values()
+        states = collections.Counter(state for state, _ in found)
         self.assertEqual(states, {"pending": 4, "inflight": 1, "dead": 2})
 
+    @of_files
+    def test_bytes_are_those_of_the_files(self):
+        """stats().bytes is the size of the three data files."""
+        queue = self.fill()
+        size = sum(len(file_bytes(self.path, state)) for state in STATES)
+        self.assertEqual(queue.stats().bytes, size)
+
+    @of_files
     def test_stats_fields(self):
         """The NamedTuple has the documented fields, in that order."""
         want = "pending delayed inflight dead damaged oldest next_due bytes"
@@ -1690,7 +1842,8 @@ class ViewsTest(Case):
         first = next(iterator)
         self.assertDrains(queue, "def")
         queue.purge("pending")
-        queue.compact()
+        if self.place.engine.can_compact:
+            queue.compact()
         self.assertEqual(
             [first.id] + [job.id for job in iterator], "d e f late".split()
         )
@@ -1698,12 +1851,12 @@ class ViewsTest(Case):
     def test_looking_writes_nothing(self):
         """Inspection changes no byte of a sound queue."""
         queue = self.fill()
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for view in self.views(queue):
             for look in (view.stats, view.jobs, view.verify, view.dead_letter):
                 list(look())
             self.assertEqual((len(view), view.find("b").id), (4, "b"))
-            self.assertEqual(tree(self.dir), before)
+            self.assertEqual(self.place.raw(self.path), before)
 
     def test_looking_at_nothing_creates_nothing(self):
         """A queue that was never written to is empty, and stays nowhere."""
@@ -1712,7 +1865,7 @@ class ViewsTest(Case):
         self.assertEqual(list(queue.jobs()), [])
         self.assertEqual(queue.verify(), [])
         self.assertRaises(tq.JobNotFoundError, queue.find, "a")
-        self.assertFalse(os.path.exists(self.path))
+        self.assertFalse(self.place.exists(self.path))
 
     def test_others_see_a_change_at_once(self):
         """Long-lived objects follow each other's changes."""
@@ -1726,6 +1879,7 @@ class ViewsTest(Case):
         self.assertEqual(one.stats()[:4], two.stats()[:4])
 
 
+@every_engine
 class WaitingTest(Case):
     def test_zero_does_not_wait(self):
         """get() and get(0) return at once."""
@@ -1741,6 +1895,7 @@ class WaitingTest(Case):
         self.assertIsNone(self.open().get(timeout=0.3))
         self.assertTrue(0.3 <= time.monotonic() - start < 0.8)
 
+    @of_files
     def test_a_jump_of_the_wall_clock_does_not_change_a_timeout(self):
         """Timeouts are measured by the monotonic clock."""
         for step in (-3600.0, 3600.0):
@@ -1780,6 +1935,7 @@ class WaitingTest(Case):
         self.assertEqual(queue.get(timeout=PATIENCE).payload, 1)
         self.assertLess(time.monotonic() - start, 2.0)
 
+    @of_files
     def test_who_keeps_losing_a_rush_sleeps_on(self):
         """Woken within 5 ms again and again for jobs that others took, a waiter
         adds up to 3 ms of sleep each time, 12 at most; a job ends that."""
@@ -1804,6 +1960,7 @@ class WaitingTest(Case):
         next(itertools.islice(ticks, 5, None))  # puts have become rare
         self.assertEqual(wait(1), [])
 
+    @of_files
     def test_a_woken_get_does_not_ask_for_the_dead_each_time(self):
         """The first look of a get with nothing due asks who is dead at once,
         the next ones once a second."""
@@ -1840,12 +1997,20 @@ class WaitingTest(Case):
         queue.put(1, delay=3600)
         queue.put(2)
         self.assertTrue(queue.get())
-        before = {s: os.stat(file_of(self.path, s)).st_mtime_ns for s in STATES}
+        before = self.place.raw(self.path), self.written()
         cpu = time.process_time()
         self.assertIsNone(self.open().get(timeout=1.0))
         self.assertLess(time.process_time() - cpu, 0.3)
-        after = {s: os.stat(file_of(self.path, s)).st_mtime_ns for s in STATES}
-        self.assertEqual(after, before)
+        self.assertEqual((self.place.raw(self.path), self.written()), before)
+
+    def written(self):
+        """When each file here was last written to."""
+        return {
+            entry.name: entry.stat().st_mtime_ns
+            for folder, _, _ in os.walk(self.dir)
+            for entry in os.scandir(folder)
+            if entry.name.endswith((".jsonl", ".db", "-wal"))
+        }
 
     def test_many_threads_wait_on_one_object(self):
         """Each of several jobs ends the wait of one thread."""
@@ -1855,6 +2020,7 @@ class WaitingTest(Case):
         self.assertEqual(sorted(job.payload for job in found), [0, 1, 2, 3])
 
 
+@every_engine
 class CloseTest(Case):
     def test_with_closes(self):
         """A with block closes; closing twice is fine."""
@@ -1889,6 +2055,7 @@ class CloseTest(Case):
     def test_close_while_another_thread_waits(self):
         """A get that waits is ended by close() with QueueClosedError."""
         queue, ended = self.open(), []
+        queue.put(1, delay=3600)
 
         def wait():
             try:
@@ -1913,6 +2080,7 @@ class CloseTest(Case):
         queue.task_done(job)
 
 
+@every_engine
 class PicklingTest(Case):
     def test_a_queue_pickles_to_its_arguments(self):
         """Pickle and deepcopy make a new object of the same queue."""
@@ -1989,6 +2157,7 @@ begun.wait(10)
         self.assertLessEqual(len(alive & set(ran)), 4)
 
 
+@every_engine
 class ReentranceTest(Case):
     def test_no_lock_is_held_across_user_code(self):
         """A backoff that puts, and changes while iterating, all work."""
@@ -2054,12 +2223,14 @@ print(sorted(job.payload for job in queue.jobs()))
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         return done.stdout.splitlines()
 
+    @of_files
     def test_a_signal_handler_under_the_lock_gets_a_clear_error(self):
         """A put inside a put of the same thread is refused, not a deadlock."""
         told, payloads = self.interrupt("write")
         self.assertIn("signal handler", told)
         self.assertEqual(payloads, "['first', 'outer']")
 
+    @of_files
     def test_a_signal_handler_during_the_sync_does_not_hang(self):
         """A put while the same thread waits for the disk ends, well or with a
         clear error."""
@@ -2253,9 +2424,13 @@ def quick(attempt):
 class WorkerCase(unittest.TestCase):
     """A queue and a worker that ends when there is nothing left."""
 
+    place = PLACES[0]
+
     def setUp(self):
-        self.path = os.path.join(tempfile.mkdtemp(prefix="tq-"), "jobs")
-        self.addCleanup(shutil.rmtree, os.path.dirname(self.path), True)
+        folder = tempfile.mkdtemp(prefix="tq-")
+        self.addCleanup(shutil.rmtree, folder, True)
+        self.path = self.place.where(folder)
+        self.addCleanup(self.place.clean, self.path)
         self.queue = tq.Queue(self.path, fsync=False, backoff=quick)
         self.addCleanup(self.queue.close)
         logging.getLogger("tiny_queue").setLevel(logging.CRITICAL)
@@ -2281,6 +2456,7 @@ class WorkerCase(unittest.TestCase):
         return process
 
 
+@every_engine
 class WorkerOutcomeTest(WorkerCase):
     """What a handler does, and what becomes of its job."""
 
@@ -2330,6 +2506,7 @@ class WorkerOutcomeTest(WorkerCase):
         self.assertEqual(totals, tq.Totals(2, 2, 1, 2, 0))
         self.assertEqual(self.queue.find("fail").last_error, "no such user")
 
+    @of_files
     def test_wrong_arguments_of_the_outcomes(self):
         """Refused where they are made."""
         for make in (tq.Retry, tq.Snooze):
@@ -2435,6 +2612,7 @@ class WorkerOutcomeTest(WorkerCase):
         self.assertIn("ZeroDivisionError", "".join(logs.output))
 
 
+@every_engine
 class WorkerAsyncTest(WorkerCase):
     """Coroutines are run before anything is acknowledged."""
 
@@ -2521,6 +2699,7 @@ class WorkerAsyncTest(WorkerCase):
         self.assertEqual(asyncio.run(main()).done, 1)
 
 
+@every_engine
 class WorkerLimitsTest(WorkerCase):
     """When a worker stops, and what it leaves behind."""
 
@@ -2562,6 +2741,7 @@ class WorkerLimitsTest(WorkerCase):
         self.assertEqual(self.queue.stats()[:3], (1, 0, 0))
         self.assertEqual(threading.active_count(), before)
 
+    @of_files
     def test_wrong_arguments(self):
         """Refused at construction."""
         with self.assertRaises(TypeError):
@@ -2628,6 +2808,7 @@ class WorkerIdleTest(WorkerCase):
         self.assertEqual(sorted(seen), ["damaged", "delayed", "empty", "leased"])
 
 
+@every_engine
 class WorkerLeaseTest(WorkerCase):
     """Leases are renewed while a handler runs, and no longer."""
 
@@ -2783,6 +2964,7 @@ class WorkerLeaseTest(WorkerCase):
         self.assertEqual(len(logs.output), 3)
 
 
+@every_engine(only=["test_a_second_signal_gives_the_job_back"])
 class WorkerSignalTest(WorkerCase):
     """SIGTERM and SIGINT, as a service manager sends them."""
 
@@ -2882,15 +3064,17 @@ class WorkerSignalTest(WorkerCase):
 
 
 class ContractTest(Case):
-    def test_the_file_engine_has_every_verb(self):
+    def test_every_engine_has_every_verb(self):
         """An engine implements the whole contract, with the same arguments."""
-        for name, verb in vars(tq._Engine).items():
-            if callable(verb) and not name.startswith("__"):
-                mine = getattr(tq._FileEngine, name)
-                self.assertIsNot(mine, verb, name)
-                want = list(inspect.signature(verb).parameters)
-                found = list(inspect.signature(mine).parameters)
-                self.assertEqual(found[: len(want)], want, name)
+        self.assertGreaterEqual(len(PLACES), 1 + len(tq._ENGINE_OF))
+        for place in PLACES:
+            for name, verb in vars(tq._Engine).items():
+                if callable(verb) and not name.startswith("_"):
+                    mine = getattr(place.engine, name)
+                    self.assertIsNot(mine, verb, (place.name, name))
+                    want = list(inspect.signature(verb).parameters)
+                    found = list(inspect.signature(mine).parameters)
+                    self.assertEqual(found[: len(want)], want, (place.name, name))
 
     def test_queue_calls_nothing_but_verbs(self):
         """Queue knows its engine by the contract only."""
@@ -2900,7 +3084,7 @@ class ContractTest(Case):
             if isinstance(node, ast.Attribute) and isinstance(owner, ast.Attribute):
                 if owner.attr == "_engine":
                     used.add(node.attr)
-        self.assertLessEqual(used, set(dir(tq._Engine)) | {"path"})
+        self.assertLessEqual(used, set(dir(tq._Engine)) | {"path", "source"})
         self.assertIn("lease", used)
 
 
@@ -5048,6 +5232,7 @@ class LockTest(Case):
 
 
 @unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "proofs of life need Linux")
+@every_engine
 class HolderTest(Case):
     """The kernel says who is alive."""
 
@@ -5378,6 +5563,7 @@ class HolderTest(Case):
             child.kill()
             self.assertEqual(queue.get().id, "a")
 
+    @of_files
     def test_without_proofs_the_wall_clock_decides(self):
         """cross_process_lock=False: a lease ends at its deadline, and one that
         would end later than now + its length is over."""
@@ -5392,6 +5578,7 @@ class HolderTest(Case):
                 self.assertEqual(queue.get().attempts, 2)
 
 
+@every_engine
 class ThreadsTest(Case):
     def setUp(self):
         super().setUp()
@@ -5434,7 +5621,9 @@ class ThreadsTest(Case):
         def look():
             while len(done) < 120:
                 self.assertGreaterEqual(min(queue.stats()[:4]), 0)
-                queue.compact() or list(queue.jobs(limit=5))
+                if self.place.engine.can_compact:
+                    queue.compact()
+                list(queue.jobs(limit=5))
 
         works = [lambda k=k: put(k) for k in range(6)] + [look, look]
         self.run_threads(*works, *[lambda k=k: take(k) for k in range(8)])
@@ -5448,6 +5637,7 @@ class ThreadsTest(Case):
         self.assertEqual(len(self.open()), 160)
 
 
+@every_engine
 class ProcessesTest(Case):
     def test_forked_children_on_one_inherited_object(self):
         """Parent and four children put 50 each through the same object, and
@@ -5497,6 +5687,7 @@ class ProcessesTest(Case):
         self.assertEqual(len(put), 4 * n)
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
+    @of_files
     def test_everybody_starts_at_once_on_an_empty_place(self):
         """Twenty processes open a missing nested directory and wait; the job
         of one goes to exactly one, the others wait their time for nothing."""
@@ -5597,6 +5788,7 @@ if pid:
     thread.join()
 """
 
+    @of_files
     def test_a_child_s_normal_exit_does_not_unlock_the_parent(self):
         """While the parent is inside an operation, a forked child runs to the
         end of its interpreter; the lock is still the parent's."""
@@ -5657,6 +5849,542 @@ if pid:
             for thread in threads:
                 thread.join(PATIENCE)
         self.assertEqual(queue.verify(), [])
+
+
+# SQLite engine
+# =============================================================================
+
+
+@every_engine(needs="can_join")
+class JoinTest(Case):
+    """put() and task_done() inside the caller's own transaction."""
+
+    def setUp(self):
+        super().setUp()
+        self.queue = self.open(backoff=lambda n: 0, max_retries=1)
+        self.queue.put("first", id="a")
+        self.conn = self.place.connect(self.path)
+        self.addCleanup(self.conn.close)
+        self.conn.execute("CREATE TABLE effects (job text)")
+        self.conn.commit()
+
+    def effect(self, job="a"):
+        self.conn.execute(f"INSERT INTO effects (job) VALUES ('{job}')")
+
+    def effects(self):
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            return [row[0] for row in conn.execute("SELECT job FROM effects")]
+
+    def test_put_is_there_when_the_caller_commits(self):
+        """A rollback takes the jobs along; nobody sees them before."""
+        for end, want in ((self.conn.rollback, 1), (self.conn.commit, 4)):
+            self.effect()
+            job = self.queue.put(2, id="b", connection=self.conn)
+            self.queue.put_many([3, 4], delay=60, connection=self.conn)
+            self.assertEqual((job.id, len(self.queue)), ("b", 1))
+            end()
+            for view in self.views(self.queue):
+                self.assertEqual(len(view), want)
+        self.assertEqual(self.effects(), ["a"])
+
+    def test_a_settlement_is_there_when_the_caller_commits(self):
+        """Done, retried or dead: with the effect, or not at all."""
+        states = []
+        for outcome in ((False, "no"), (False, "no"), (True,)):
+            self.queue.requeue_dead()
+            job = self.queue.get()
+            self.effect()
+            self.queue.task_done(job, *outcome, connection=self.conn)
+            self.conn.rollback()
+            self.assertEqual(self.queue.find("a"), job)
+            self.effect()
+            self.queue.task_done(job, *outcome, connection=self.conn)
+            self.assertEqual(self.queue.find("a").state, "inflight")
+            self.conn.commit()
+            self.assertRaises(tq.LeaseLostError, self.queue.task_done, job)
+            states.append([job.state for job in self.queue.jobs()])
+        self.assertEqual(states, [["pending"], ["dead"], []])
+        self.assertEqual(len(self.effects()), 3)
+
+    def test_a_lost_lease_leaves_the_transaction_as_it_was(self):
+        """LeaseLostError, and the caller may still commit what he wrote."""
+        job = self.queue.get()
+        self.queue.release(job)
+        self.effect()
+        for outcome in (True, False):
+            with self.assertRaises(tq.LeaseLostError):
+                self.queue.task_done(job, outcome, connection=self.conn)
+        self.conn.commit()
+        self.assertEqual(self.effects(), ["a"])
+        self.assertEqual(self.queue.find("a").state, "pending")
+
+    def test_a_duplicate_leaves_the_transaction_as_it_was(self):
+        """One living id refuses all, those put in it too; the rest stays."""
+        self.effect()
+        self.queue.put(1, id="b", connection=self.conn)
+        for ids in (["c", "a"], ["c", "b"]):
+            with self.assertRaises(tq.DuplicateJobError):
+                self.queue.put_many([1, 2], ids=ids, connection=self.conn)
+        found = self.queue.put(5, id="a", exist_ok=True, connection=self.conn)
+        self.assertEqual(found.payload, "first")
+        self.conn.commit()
+        self.assertEqual([job.id for job in self.queue.jobs()], ["a", "b"])
+        self.assertEqual(self.effects(), ["a"])
+
+    def test_bad_arguments_leave_the_transaction_as_it_was(self):
+        """As without a connection: TypeError, ValueError, nothing put."""
+        self.effect()
+        for bad in ({"payload": {1, 2}}, {"payload": 1, "id": ""}):
+            with self.assertRaises((TypeError, ValueError)):
+                self.queue.put(**bad, connection=self.conn)
+        self.conn.commit()
+        self.assertEqual((len(self.queue), self.effects()), (1, ["a"]))
+
+    def test_what_is_no_connection_to_it_is_refused(self):
+        """Any other object, and one to another database."""
+        for bad in (object(), "connection", self.queue):
+            self.assertRaises(TypeError, self.queue.put, 1, connection=bad)
+        other = tempfile.mkdtemp(dir=self.dir)
+        with contextlib.closing(self.place.connect(self.place.where(other))) as conn:
+            self.assertRaises(ValueError, self.queue.put, 1, connection=conn)
+        self.assertEqual(len(self.queue), 1)
+
+    def test_a_commit_ends_another_s_wait(self):
+        """A waiting get has the job as soon as the caller commits."""
+
+        def waiter(link):
+            queue = self.open()
+            self.assertIsNone(queue.get())
+            link.tell("waiting")
+            return queue.get(timeout=PATIENCE).payload
+
+        self.queue.task_done(self.queue.get())
+        child = self.spawn(waiter)
+        child.hear()
+        self.queue.put("joined", connection=self.conn)
+        start = time.monotonic()
+        self.conn.commit()
+        self.assertEqual(child.hear(), "joined")
+        self.assertLess(time.monotonic() - start, 2.0)
+
+
+class DirectoryJoinTest(Case):
+    def test_a_directory_refuses_a_connection(self):
+        """ValueError, with nothing written."""
+        queue = self.open()
+        with contextlib.closing(sqlite3.connect(":memory:")) as conn:
+            self.assertRaises(ValueError, queue.put, 1, connection=conn)
+            self.assertRaises(ValueError, queue.put_many, [1], connection=conn)
+        self.assertFalse(os.path.exists(self.path))
+
+
+class ExactlyOnceTest(Case):
+    """Killed at any step of SQLite, a handler's effects are there once."""
+
+    place = SqlitePlace()
+    JOBS = 2
+
+    def prepare(self):
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            conn.execute("CREATE TABLE IF NOT EXISTS effects (job)")
+            conn.execute("DELETE FROM effects")
+            conn.commit()
+        with tq.Queue(self.path, fsync=False, max_retries=99) as queue:
+            queue.put_many(range(self.JOBS))
+
+    def work(self, step):
+        """Do all jobs; step() is called at every step of the transactions."""
+        queue = tq.Queue(self.path, fsync=False, max_retries=99, backoff=lambda n: 0)
+        conn = self.place.connect(self.path)
+        conn.set_progress_handler(step, 1)  # at each instruction of a statement
+        while len(queue) or queue.stats().inflight:
+            for job in iter(queue.get, None):
+                step()
+                conn.execute("INSERT INTO effects VALUES (?)", (job.payload,))
+                step()
+                queue.task_done(job, connection=conn)
+                step()
+                conn.commit()
+                step()
+        conn.close()
+        queue.close()
+
+    def killed_at(self, number):
+        """Work in a child that dies at a step; whether it had so many."""
+        pid = os.fork()
+        if pid == 0:
+            steps = itertools.count(1)
+
+            def step():
+                if next(steps) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            try:
+                self.work(step)
+            finally:
+                os._exit(0)
+        return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+    def test_each_effect_is_there_once_wherever_it_dies(self):
+        """The job and what its handler wrote commit together or not at all."""
+        stride, number, kills, killed = 1 if DEEP else 7, 1, 0, True
+        while killed:
+            self.prepare()
+            killed = self.killed_at(number)
+            self.work(lambda: None)
+            with contextlib.closing(self.place.connect(self.path)) as conn:
+                found = conn.execute("SELECT job FROM effects ORDER BY job").fetchall()
+            self.assertEqual([row[0] for row in found], list(range(self.JOBS)), number)
+            kills, number = kills + killed, number + stride
+        print(f"\nExactlyOnceTest: {kills} kills in a handler", file=sys.stderr)
+        self.assertGreater(kills, 20)
+
+
+class SqliteTest(Case):
+    place = SqlitePlace()
+
+    def setUp(self):
+        super().setUp()
+        self.file = os.path.join(self.dir, "jobs.db")
+
+    def connect(self, **options):
+        conn = sqlite3.connect(self.file, isolation_level=None, **options)
+        self.addCleanup(conn.close)
+        return conn
+
+    def test_urls(self):
+        """Three slashes and a relative path, four and an absolute one; percent
+        signs as in any URL."""
+        before = os.getcwd()
+        os.chdir(self.dir)
+        try:
+            for url in (self.path, "sqlite:///jobs.db", "sqlite:///./%6aobs.db"):
+                queue = self.open(path=url)
+                self.assertEqual(queue.path, f"sqlite:///{os.path.realpath(self.file)}")
+                queue.put(url)
+        finally:
+            os.chdir(before)
+        self.assertEqual(len(self.open()), 3)
+        self.open(path=f"sqlite:///{self.dir}/50%25 a?b.db".replace("?", "%3F")).put(1)
+        self.assertTrue(os.path.exists(os.path.join(self.dir, "50% a?b.db")))
+
+    def test_urls_that_name_no_file(self):
+        """In memory, a host, an unknown option: ValueError, nothing made."""
+        for rest in ("", "/", "/:memory:", "/file::memory:", "host/a.db", "a.db",
+                     f"/{self.file}?mode=ro", "/a%00b"):  # fmt: skip
+            with self.subTest(rest):
+                self.assertRaises(ValueError, tq.Queue, f"sqlite://{rest}")
+        with self.assertRaisesRegex(ValueError, "cross_process_lock"):
+            self.open(cross_process_lock=False)
+        self.assertEqual(os.listdir(self.dir), [])
+
+    def test_it_lives_in_the_application_s_database(self):
+        """Beside tables of the same names as its columns; nothing of theirs
+        changes, the user_version neither."""
+        conn = self.connect()
+        conn.execute("PRAGMA user_version = 7")
+        conn.execute("CREATE TABLE jobs (id, queue, state)")
+        conn.execute("INSERT INTO jobs VALUES (1, 2, 3)")
+        queue = self.open()
+        self.assertEqual((len(queue), queue.verify()), (0, []))
+        queue.put("x")
+        self.open(name="other").put("y")
+        self.assertDrains(queue, ["x"])
+        tables = "SELECT name FROM sqlite_master WHERE name NOT LIKE 'tiny_queue_%'"
+        self.assertEqual(
+            [row[0] for row in conn.execute(tables)],
+            ["jobs"] + ["sqlite_autoindex_tiny_queue_queues_1"],
+        )
+        self.assertEqual(conn.execute("PRAGMA user_version").fetchone(), (7,))
+        self.assertEqual(conn.execute("SELECT * FROM jobs").fetchall(), [(1, 2, 3)])
+
+    def test_looking_at_somebody_s_database_adds_nothing(self):
+        """Until the first put there is no table of ours in it."""
+        self.connect().execute("CREATE TABLE theirs (x)")
+        queue = self.open()
+        self.assertEqual((queue.get(), len(queue), list(queue.jobs())), (None, 0, []))
+        names = self.connect().execute("SELECT name FROM sqlite_master").fetchall()
+        self.assertEqual(names, [("theirs",)])
+
+    def test_hot_statements_are_short_index_scans(self):
+        """No scan of a table, no sorting: far-future jobs cost nothing."""
+        self.open().put(1)
+        conn = self.connect()
+        for name, statement in vars(tq).items():
+            if name.startswith("_LITE_") and isinstance(statement, str):
+                if re.match(r"(SELECT|UPDATE|DELETE)\s", statement):
+                    count = statement.count("?")
+                    values = {"name": 1, "n": 1, "now": 1} if not count else [1] * count
+                    plan = conn.execute(f"EXPLAIN QUERY PLAN {statement}", values)
+                    told = "; ".join(row[3] for row in plan)
+                    self.assertNotIn("TEMP B-TREE", told, name)
+                    self.assertNotRegex(told, "SCAN (TABLE )?tiny_queue_jobs", name)
+
+    def test_nothing_newer_than_sqlite_3_31(self):
+        """No RETURNING, UPDATE FROM, window or JSON functions."""
+        for name, text in vars(tq).items():
+            if name.startswith("_LITE_") and isinstance(text, str):
+                self.assertNotRegex(text, r"RETURNING|CONFLICT|OVER|json_|STRICT|iif")
+
+    def test_locked_beyond_lock_timeout(self):
+        """LockTimeoutError in time, which hints at connection=; then it works."""
+        queue = self.open(lock_timeout=0.2)
+        queue.put(1)
+        conn = self.connect()
+        conn.execute("BEGIN IMMEDIATE")
+        start = time.monotonic()
+        with self.assertRaisesRegex(tq.LockTimeoutError, "connection=") as caught:
+            queue.put(2)
+        self.assertTrue(0.2 <= time.monotonic() - start < 1.5)
+        self.assertEqual(caught.exception.timeout, 0.2)
+        self.assertEqual(len(queue), 1)
+        conn.execute("ROLLBACK")
+        queue.put(3)
+        self.assertDrains(self.open(), [1, 3])
+
+    def test_a_poll_of_an_idle_queue_takes_no_lock(self):
+        """While somebody else writes, looking for a job does not wait."""
+        queue = self.open(lock_timeout=0.0)
+        queue.put(1, delay=3600)
+        self.connect().execute("BEGIN IMMEDIATE")
+        for _ in range(100):
+            self.assertIsNone(queue.get())
+
+    def test_a_full_disk(self):
+        """put raises with nothing kept; with space again, all goes on."""
+        queue = self.open()
+        queue.put("first")
+        db = queue._engine._db
+        pages = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count = {pages + 2}")
+        with self.assertRaisesRegex(tq.QueueError, "free some space"):
+            queue.put("x" * 100_000)
+        with self.assertRaises(tq.QueueError):
+            queue.put_many(["y" * 100] * 1000)
+        self.assertEqual(len(self.open()), 1)
+        db.execute("PRAGMA max_page_count = 100000")
+        queue.put("second")
+        self.assertDrains(self.open(), ["first", "second"])
+
+    def test_what_is_no_database(self):
+        """A text file, a directory, a missing folder: one clear error."""
+        text = os.path.join(self.dir, "text")
+        pathlib.Path(text).write_text("no database at all" * 100)
+        for path, word in (
+            (text, "not a database"),
+            (self.dir, "unable to open"),
+            (os.path.join(self.dir, "no", "a.db"), "unable to open"),
+        ):
+            queue = self.open(path=f"sqlite:///{path}")  # fmt: skip
+            with self.assertRaisesRegex(tq.QueueError, word):
+                queue.put(1)
+        self.assertEqual(pathlib.Path(text).read_text(), "no database at all" * 100)
+
+    def test_a_damaged_database_is_told(self):
+        """verify() lists what is wrong; nothing but QueueError is raised."""
+        queue = self.open()
+        queue.put_many(["x" * 500] * 200)
+        queue.close()
+        with open(self.file, "r+b") as file:
+            for page in range(8, os.path.getsize(self.file) // 4096):
+                file.seek(page * 4096)
+                file.write(b"\xff" * 4096)
+        queue = self.open()
+        damage = queue.verify()
+        self.assertEqual({item.file for item in damage}, {"jobs.db"})
+        with self.assertRaisesRegex(tq.QueueError, "malformed.*backup"):
+            list(queue.jobs())
+
+    def test_a_payload_that_is_no_json_is_told(self):
+        """By hand in the table: verify() has its row, other jobs go on."""
+        queue = self.open()
+        queue.put_many(["a", "b"], ids=["a", "b"])
+        self.connect().execute("UPDATE tiny_queue_jobs SET payload='{' WHERE id='a'")
+        (damage,) = queue.verify()
+        self.assertEqual(damage[:2], ("jobs.db", 1))
+        self.assertEqual(queue.get().payload, "b")
+        job = queue.find("a")
+        self.assertEqual((job.state, job.payload), ("dead", None))
+        self.assertIn("not JSON", job.last_error)
+
+    def test_tables_of_another_format_are_refused(self):
+        """With both numbers, and nothing touched."""
+        self.open().put(1)
+        self.connect().execute("UPDATE tiny_queue_queues SET format = 99")
+        before = self.place.raw(self.path)
+        for call in (lambda q: q.put(2), lambda q: len(q), lambda q: q.get()):
+            with self.assertRaisesRegex(tq.QueueError, "format 99.* knows 1"):
+                call(self.open())
+        self.assertEqual(self.place.raw(self.path), before)
+
+    def test_a_network_file_system_is_refused(self):
+        """By its name, where the system tells."""
+        with mock.patch.object(tq, "_file_system", lambda folder: "nfs4"):
+            with self.assertRaisesRegex(tq.QueueError, "nfs4.*local disk"):
+                self.open().put(1)
+
+    def test_a_database_that_was_replaced_or_deleted(self):
+        """The name decides: a put never goes into a file without one."""
+        queue = self.open()
+        queue.put("old")
+        for name in os.listdir(self.dir):
+            os.unlink(os.path.join(self.dir, name))
+        self.assertEqual(len(queue), 0)
+        queue.put("new")
+        self.assertDrains(self.open(), ["new"])
+
+    def test_durability_is_asked_of_sqlite(self):
+        """fsync=True: FULL, save for leases, which may be forgotten; else
+        NORMAL."""
+        for fsync, want in ((True, [2, 1, 1, 2]), (False, [1, 1, 1, 1])):
+            queue, levels = self.open(name=f"q{fsync:d}", fsync=fsync), []
+
+            def level(queue=queue, levels=levels):
+                db = queue._engine._db
+                levels.append(db.execute("PRAGMA synchronous").fetchone()[0])
+
+            queue.put(1)
+            level()
+            job = queue.get()
+            level()
+            queue.extend(job)
+            level()
+            queue.task_done(job)
+            level()
+            self.assertEqual(levels, want)
+        mode = self.connect().execute("PRAGMA journal_mode").fetchone()
+        self.assertEqual(mode, ("wal",))
+
+    def test_a_child_s_commits_outlive_its_parent_s_connection(self):
+        """SQLite's locks do not survive fork, so no connection does: else the
+        parent's close would delete the log that its child writes to."""
+        queue = self.open()
+        queue.put("parent")
+
+        def putter(link):
+            queue.put("child")
+            link.tell()
+            link.hear()
+            queue.put("after the parent closed")
+
+        child = self.spawn(putter)
+        child.hear()
+        self.assertEqual(len(queue), 2)
+        queue.close()
+        child.tell()
+        child.hear()
+        child.end()
+        want = ["parent", "child", "after the parent closed"]
+        self.assertDrains(self.open(), want)
+
+    def test_the_database_file_itself_is_never_opened(self):
+        """A descriptor of ours there would drop SQLite's locks when it closes;
+        the proofs of life are on a file beside it."""
+        opened = []
+
+        def record(path, *args):
+            opened.append(path)
+            return os.open(path, *args)
+
+        with patched("os", open=record):
+            queue = self.open()
+            queue.put(1)
+            queue.task_done(queue.get())
+            queue.get(timeout=0.01)
+            queue.close()
+        self.assertEqual(set(opened), {f"{self.file}-tiny_queue.lock"})
+
+    def test_without_inotify_the_database_is_asked(self):
+        """A put of another thread or process ends the wait all the same."""
+
+        def waiter(link):
+            queue = self.open()
+            link.tell(queue.get())
+            job = queue.get(timeout=PATIENCE)
+            queue.task_done(job)  # or it comes back when this process ends
+            return job.payload
+
+        with mock.patch.object(tq, "_Inotify", mock.Mock(side_effect=OSError)):
+            queue, child, found = self.open(), self.spawn(waiter), []
+            queue.put(0, delay=3600)
+            child.hear()
+            self.run_threads(
+                lambda: found.append(queue.get(timeout=PATIENCE).payload),
+                lambda: queue.put_many([1, 2]),
+            )
+            self.assertEqual(sorted([*found, child.hear()]), [1, 2])
+
+    def test_many_jobs_are_shown_in_pages(self):
+        """No transaction is open meanwhile; what is gone is left out."""
+        queue = self.open()
+        queue.put_many(range(2500))
+        jobs = queue.jobs()
+        first = [next(jobs).payload for _ in range(5)]
+        self.open(lock_timeout=0.0).put("others can write")
+        queue.purge("pending")
+        self.assertEqual(first + [job.payload for job in jobs], list(range(1000)))
+
+    def test_the_caller_s_settings_do_not_matter(self):
+        """Row and text factories of the connection stay his own."""
+        queue = self.open()
+        queue.put("x", id="é")
+        conn = self.connect()
+        conn.row_factory, conn.text_factory = sqlite3.Row, bytes
+        conn.execute("BEGIN")
+        found = queue.put(1, id="é", exist_ok=True, connection=conn)
+        self.assertEqual((found.id, found.payload), ("é", "x"))
+        queue.put(2, connection=conn)
+        conn.execute("COMMIT")
+        self.assertIs(conn.text_factory, bytes)
+        self.assertEqual(len(queue), 2)
+
+    def test_autocommit_without_a_transaction_is_refused(self):
+        """There is nothing to be part of; after BEGIN there is."""
+        queue, conn = self.open(), self.connect()
+        with self.assertRaisesRegex(ValueError, "BEGIN IMMEDIATE"):
+            queue.put(1, connection=conn)
+        conn.execute("BEGIN")
+        queue.put(1, connection=conn)
+        conn.execute("ROLLBACK")
+        self.assertEqual(len(queue), 0)
+
+    def test_the_first_put_of_all_may_join(self):
+        """The tables are made in the same transaction, and go with it."""
+        conn = sqlite3.connect(self.file)
+        self.addCleanup(conn.close)
+        conn.execute("CREATE TABLE theirs (x)")
+        for end, want in ((conn.rollback, 0), (conn.commit, 1)):
+            self.open().put("x", connection=conn)
+            end()
+            self.assertEqual(len(self.open()), want)
+        self.assertDrains(self.open(), ["x"])
+
+    def test_moving_between_two_databases(self):
+        """hold, adopt, drop, let_go: each job is deliverable on one side, in
+        its order, as it was; a held one is nobody's."""
+        source, target = self.open(), self.open(name="target")
+        source.put_many(list("ab"), ids=list("ab"), priority=3)
+        source.put("late", id="late", delay=3600, max_retries=7)
+        source.put("dead", id="dead", priority=9)
+        source.bury(source.get(), "why")
+        for state, count in (("pending", 3), ("dead", 1)):
+            held = source._engine.hold(state, 10, 60.0, "move-")
+            self.assertEqual(len(held), count)
+            self.assertIsNone(source.get())
+            self.assertEqual(source._engine.held("move-"), held)
+            target._engine.adopt(held, 60.0)
+            with self.assertRaises(tq.DuplicateJobError):
+                target._engine.adopt(held[:1], 60.0)
+            self.assertEqual(target._engine.held("move-"), held)
+            self.assertEqual(source._engine.drop(held), set())
+            self.assertEqual(source._engine.drop(held), {job.id for job in held})
+            target._engine.let_go(held)
+        self.assertEqual(source.stats()[:4], (0, 0, 0, 0))
+        self.assertEqual(target.stats()[:4], (3, 1, 0, 1))
+        late, dead = target.find("late"), target.find("dead")
+        self.assertEqual((late.max_retries, dead.last_error), (7, "why"))
+        self.assertIsNotNone(dead.leased_at)
+        self.assertDrains(target, "ab")
 
 
 # Command line
@@ -5730,20 +6458,24 @@ class Terminal:
 
 
 class CommandLineCase(unittest.TestCase):
-    """Runs commands in a temporary directory, where `jobs` is the queue."""
+    """Runs commands in a temporary directory, where `jobs` is the queue; on
+    other engines than files its URL is given in the place of that word."""
 
+    place = PLACES[0]
     REAL = False  # whether each command is a process; calling main() is faster
 
     def setUp(self):
         self.folder = tempfile.mkdtemp()
         self.addCleanup(shutil.rmtree, self.folder)
-        self.path = os.path.join(self.folder, "jobs")
+        self.path = self.place.where(self.folder)
+        self.addCleanup(self.place.clean, self.path)
         self.env = {**os.environ, "PYTHONPATH": ROOT, "TERM": "xterm"}
         for name in ("TINY_QUEUE_DIR", "NO_COLOR", "COLUMNS", "LINES"):
             self.env.pop(name, None)
 
     def command(self, *args, status=0, stdin="", **env):
         """Run a command, check its exit status, return (stdout, stderr)."""
+        args = self.located(args)
         if not (self.REAL or stdin or env):
             return self.inside(*args, status=status)
         ran = subprocess.run(
@@ -5758,6 +6490,12 @@ class CommandLineCase(unittest.TestCase):
         self.assertEqual(ran.returncode, status, (args, ran.stdout, ran.stderr))
         self.assertNotIn("Traceback", ran.stderr)
         return ran.stdout, ran.stderr
+
+    def located(self, args):
+        """The words of a command, with the queue's place for `jobs`."""
+        if self.place is PLACES[0]:
+            return args
+        return [self.path if word == "jobs" else word for word in args]
 
     def inside(self, *args, status):
         """Call main() in this process; return what it wrote."""
@@ -5787,7 +6525,11 @@ class CommandLineCase(unittest.TestCase):
 
     def terminal(self, *args, columns=100, rows=30, **env):
         terminal = Terminal(
-            [*CLI, *args], self.folder, {**self.env, **env}, columns, rows
+            [*CLI, *self.located(args)],
+            self.folder,
+            {**self.env, **env},
+            columns,
+            rows,
         )
         self.addCleanup(lambda: terminal.fd >= 0 and terminal.end())
         self.addCleanup(self.kill, terminal.pid)
@@ -5809,6 +6551,7 @@ class CommandLineCase(unittest.TestCase):
 # =============================================================================
 
 
+@every_engine
 class PutTest(CommandLineCase):
     def test_put_makes_the_queue_and_prints_the_job(self):
         """put is durable at exit: another process finds the job."""
@@ -5835,6 +6578,7 @@ class PutTest(CommandLineCase):
         two = self.answer("put", "jobs", "1", "--at", "4102444800")
         self.assertEqual([one["run_at"], two["run_at"]], [4102444800.0] * 2)
 
+    @of_files
     def test_bad_json_says_how_to_quote_and_makes_nothing(self):
         """A payload that is no JSON is wrong usage; no directory appears."""
         for text in ("hello", "{a: 1}", "NaN", "1e999", "", "[" * 5000):
@@ -5880,6 +6624,7 @@ class PutTest(CommandLineCase):
         self.assertEqual(len(self.queue(name="-rf")), 1)
 
 
+@every_engine
 class PutLinesTest(CommandLineCase):
     def test_each_line_is_a_job_in_order(self):
         """put - takes NDJSON, more than one batch, CRLF, BOM and blank lines."""
@@ -5897,6 +6642,7 @@ class PutLinesTest(CommandLineCase):
         self.assertIn("line 1501 is not valid JSON", err)
         self.assertEqual(len(self.queue()), 1500)
 
+    @of_files
     def test_options_of_a_single_job_are_refused(self):
         """--id, --at and --max-retries make no sense for many; usage."""
         for option in ("--id=a", "--at=1", "--max-retries=1"):
@@ -5908,7 +6654,7 @@ class PutLinesTest(CommandLineCase):
     def test_a_slow_producer_does_not_wait_for_a_batch(self):
         """A line is put when it arrives, while the pipe stays open."""
         with subprocess.Popen(
-            [*CLI, "put", "jobs", "-"], cwd=self.folder, env=self.env,
+            [*CLI, "put", self.path, "-"], cwd=self.folder, env=self.env,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         ) as process:  # fmt: skip
             process.stdin.write(b"1\n2")
@@ -5918,6 +6664,7 @@ class PutLinesTest(CommandLineCase):
             out, _ = process.communicate(timeout=PATIENCE)
         self.assertEqual(json.loads(out), {"put": 2})
 
+    @of_files
     def test_progress_is_shown_on_a_terminal_only(self):
         """The progress line goes to a terminal's standard error."""
         terminal = self.terminal("put", "jobs", "-", "--string")
@@ -5929,6 +6676,7 @@ class PutLinesTest(CommandLineCase):
         self.assertIn("put 1 job", shown)
 
 
+@every_engine
 class GetTest(CommandLineCase):
     REAL = True
 
@@ -5961,10 +6709,10 @@ class GetTest(CommandLineCase):
     def test_get_waits_for_a_put(self):
         """--timeout waits, also for a queue that is not there yet."""
         with subprocess.Popen(
-            [*CLI, "get", "jobs", "--timeout", "20"], cwd=self.folder, env=self.env,
+            [*CLI, "get", self.path, "--timeout", "20"], cwd=self.folder, env=self.env,
             stdout=subprocess.PIPE,
         ) as process:  # fmt: skip
-            eventually(lambda: os.path.exists(self.path))
+            eventually(lambda: self.place.begun(self.path, process.pid))
             self.queue().put("late")
             out, _ = process.communicate(timeout=PATIENCE)
         self.assertEqual(json.loads(out)["payload"], "late")
@@ -5975,7 +6723,7 @@ class GetTest(CommandLineCase):
         self.command("put", "jobs", "1", "--id", "a")
         with open("/dev/full", "w") as full:
             ran = subprocess.run(
-                [*CLI, "get", "jobs"], cwd=self.folder, env=self.env,
+                [*CLI, "get", self.path], cwd=self.folder, env=self.env,
                 stdout=full, stderr=subprocess.PIPE, timeout=60,
             )  # fmt: skip
         self.assertEqual(ran.returncode, 1)
@@ -5983,6 +6731,7 @@ class GetTest(CommandLineCase):
         self.assertEqual([job.state, job.attempts], ["pending", 0])
 
 
+@every_engine(REAL=False)
 class SettleTest(CommandLineCase):
     REAL = True
 
@@ -6019,11 +6768,12 @@ class SettleTest(CommandLineCase):
         self.command("done", "jobs", id, token, status=3)
 
 
+@every_engine
 class LookingTest(CommandLineCase):
     def test_a_missing_directory_is_nothing_and_stays_missing(self):
         """Every command that only looks or changes exits 3, creates nothing."""
         words = {"done": ["a", "t"], "fail": ["a", "t"], "show": ["a"],
-                 "requeue": ["a"], "cancel": ["a"],
+                 "requeue": ["a"], "cancel": ["a"], "move": ["b"],
                  "purge": ["--state=dead", "--yes"]}  # fmt: skip
         for name in COMMANDS:
             if name not in ("put", "work", "bench"):
@@ -6034,6 +6784,7 @@ class LookingTest(CommandLineCase):
         self.command("get", "jobs", status=3)
         self.assertEqual(os.listdir(self.folder), [])
 
+    @of_files
     def test_wrong_usage_is_2(self):
         """No command, an unknown one, missing and surplus words: usage."""
         self.inside(status=2)
@@ -6081,6 +6832,7 @@ class LookingTest(CommandLineCase):
         self.assertGreaterEqual(stats["oldest_age"], 0)
         self.assertGreater(stats["next_due"], time.time())
 
+    @of_files
     def test_prometheus_text_is_well_formed(self):
         """Each sample follows its HELP and TYPE; labels are escaped."""
         folder = 'q"uo\\te'
@@ -6095,6 +6847,7 @@ class LookingTest(CommandLineCase):
                 self.assertEqual(sample.fullmatch(line)[1], name)
         self.assertIn('q\\"uo\\\\te",state="pending"} 1\n', out)
 
+    @of_files
     def test_verify_lists_damage_and_is_1(self):
         """A flipped byte is found with file and line; verify exits 1."""
         queue = self.queue()
@@ -6109,6 +6862,7 @@ class LookingTest(CommandLineCase):
         self.assertEqual([damage["file"], damage["line"]], [os.path.basename(file), 2])
 
 
+@every_engine
 class ChangeTest(CommandLineCase):
     def bury(self, *ids):
         queue = self.queue()
@@ -6144,6 +6898,7 @@ class ChangeTest(CommandLineCase):
         self.assertEqual(self.answer(*args, "--older-than", "1d"), {"purged": 0})
         self.assertEqual(self.answer(*args), {"purged": 2})
 
+    @of_files
     def test_purge_asks_on_a_terminal(self):
         """Only a yes deletes; anything else is refused with 1."""
         queue = self.bury("a", "b")
@@ -6164,6 +6919,19 @@ class ChangeTest(CommandLineCase):
         )
         self.assertEqual(len(self.queue()), 1)
 
+    def test_compact_is_refused_where_there_is_nothing_to_do(self):
+        """An engine that cannot compact says so with 1, and the queue too."""
+        queue = self.queue()
+        queue.put(1)
+        if self.place.engine.can_compact:
+            self.assertIsNone(queue.compact())
+        else:
+            self.assertRaises(tq.QueueError, queue.compact)
+            _, err = self.command("compact", "jobs", status=1)
+            self.assertIn("nothing to compact", err)
+        self.assertEqual(len(queue), 1)
+
+    @of_files
     def test_compact_says_what_it_freed(self):
         """compact empties the files of a drained queue."""
         queue = self.queue()
@@ -10438,8 +11206,8 @@ class Model:
 class Walk:
     """One random history, on simulated processes and on the model."""
 
-    def __init__(self, seed):
-        self.rng, self.host = random.Random(seed), Host()
+    def __init__(self, seed, host=None):
+        self.rng, self.host = random.Random(seed), host or Host()
         self.model, self.serial = Model(self.host.clock), itertools.count(1)
         self.guests = [self.host.guest(**self.OPTIONS) for _ in range(2)]
         self.holders = [next(self.serial), next(self.serial)]
@@ -10467,8 +11235,9 @@ class Walk:
         for guest in self.guests:
             self.compare(guest, True)
             guest.kill()
-        with fresh(self.host) as guest:
-            self.compare(guest, True)
+        guest = self.host.guest()
+        self.compare(guest, True)
+        guest.kill()
 
     def compare(self, guest, whole):
         now, listed = self.host.clock.now, self.model.listed
@@ -10685,6 +11454,68 @@ class ModelTest(FaultCase):
         two processes: results, order and states are the model's."""
         count = 20_000 if DEEP else 300
         self.share(self.check, [f"{SEED}:{n}" for n in range(count)])
+
+
+class Here:
+    """A host that is the real one but for its clock, with queues in a place;
+    what a killed process leaves is what close() leaves."""
+
+    def __init__(self, place):
+        self.place, self.clock = place, FakeTime()
+        self.folder = tempfile.mkdtemp(prefix="tq-")
+        self.where = place.where(self.folder)
+
+    def guest(self, **options):
+        return HereGuest(self, options)
+
+    def end(self):
+        self.place.clean(self.where)
+        shutil.rmtree(self.folder)
+
+
+class HereGuest:
+    tq = tq
+
+    def __init__(self, host, options):
+        self.host, self.options = host, options
+        self.queue = self.open()
+
+    def open(self):
+        options = {"lease_timeout": LEASE, "fsync": False, **self.options}
+        return tq.Queue(self.host.where, **options)
+
+    def kill(self):
+        self.queue.close()
+
+
+class EngineWalk(Walk):
+    """The same histories on a real engine."""
+
+    def __init__(self, seed, place):
+        super().__init__(seed, Here(place))
+
+    def run(self, steps):
+        clock = self.host.clock
+        with patched("time", **{n: getattr(clock, n) for n in ("time", "monotonic")}):
+            super().run(steps)
+        self.host.end()
+
+    def compact(self):
+        if self.host.place.engine.can_compact:
+            self.queue.compact()
+
+
+class EngineHistoriesTest(FaultCase):
+    def check(self, case):
+        number, place = case
+        EngineWalk(f"{SEED}:{number}", PLACES[place]).run(60)
+        return {f"histories on {PLACES[place].name}": 1}
+
+    def test_random_histories_agree_across_the_engines(self):
+        """The same seeds as on simulated files, on each real engine: results,
+        order and states are the model's."""
+        count, places = 2_000 if DEEP else 25, range(len(PLACES))
+        self.share(self.check, itertools.product(range(count), places))
 
 
 # Row 13: a storm of kills
@@ -11332,12 +12163,13 @@ ENUMERATIONS = (
     + [NestedCrashTests, NewDirectoryTests],
     [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
     + [InterruptTest],
+    [*TWINS, EngineHistoriesTest],
 )
 
 
 class EnumerationsTest(unittest.TestCase):
-    """The enumerations ran in two processes of their own meanwhile: with two
-    cores that takes half the time."""
+    """The enumerations, and the contract on other engines than files, ran in
+    processes of their own meanwhile: with two cores that takes half the time."""
 
     children: list[subprocess.Popen] = []
 
