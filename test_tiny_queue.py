@@ -6946,6 +6946,167 @@ class ChangeTest(CommandLineCase):
 # =============================================================================
 
 
+class Fuse:
+    """Engines of a move that dies before or after the n-th step of it."""
+
+    def __init__(self, n, after):
+        self.left, self.after = n, after
+
+    def around(self, engine):
+        steps = ("hold", "adopt", "drop", "let_go")
+        return Patched(engine, **{s: self.step(getattr(engine, s)) for s in steps})
+
+    def step(self, verb):
+        def run(*args):
+            self.left -= 1
+            if self.left == 0 and not self.after:
+                raise Killed
+            result = verb(*args)
+            if self.left == 0:
+                raise Killed
+            return result
+
+        return run
+
+
+class Killed(BaseException):
+    pass
+
+
+class MoveTest(CommandLineCase):
+    """move: from any engine to any other."""
+
+    def pairs(self):
+        """Each engine to files, from files, and to itself; places anew."""
+        files, *others = PLACES
+        pairs = [(files, files), *((files, other) for other in others)]
+        for pair in [*pairs, *((other, files) for other in others)]:
+            folder = tempfile.mkdtemp(dir=self.folder)
+            wheres = []
+            for place, side in zip(pair, ("a", "b")):
+                os.mkdir(os.path.join(folder, side))
+                wheres.append(place.where(os.path.join(folder, side)))
+                self.addCleanup(place.clean, wheres[-1])
+            with self.subTest(source=pair[0].name, target=pair[1].name):
+                yield wheres
+
+    def open(self, where):
+        queue = tq.Queue(where, fsync=False, backoff=lambda n: 0)
+        self.addCleanup(queue.close)
+        return queue
+
+    def fill(self, where):
+        """One job of each kind that can be moved, and a leased one."""
+        queue = self.open(where)
+        for id, priority in (("leased", 9), ("retried", 8), ("dead", 7), ("again", 6)):
+            queue.put(f"\udcff{id}", id=id, priority=priority, max_retries=priority)
+        self.held = queue.get()
+        queue.task_done(queue.get(), False, "oh \0", delay=3600)
+        queue.bury(queue.get(), "never")
+        queue.task_done(queue.get(), False, "once")
+        queue.put([1.5, None], id="late", delay=7200)
+        queue.put_many(["x", "y", "z"], ids=["x", "y", "z"], priority=1)
+        return queue
+
+    def seen(self, *queues):
+        """All that a move keeps of each job; no id may be there twice."""
+        jobs = [job for queue in queues for job in queue.jobs()]
+        self.assertEqual(len({job.id for job in jobs}), len(jobs))
+        return {
+            job.id: (job.payload, job.state, job.attempts, job.priority, job.created_at,
+                     job.run_at, job.last_error, job.max_retries)
+            for job in jobs
+        }  # fmt: skip
+
+    def test_jobs_arrive_as_they_were(self):
+        """Payload, state, attempts, instants, error and order are kept; what
+        is inflight stays, is counted, and can be settled."""
+        for source, target in self.pairs():
+            queue = self.fill(source)
+            want = self.seen(queue)
+            answer = self.answer("move", source, target)
+            moved = self.open(target)
+            self.assertEqual(
+                answer, {"pending": 6, "dead": 1, "kept": 0, "inflight": 1}
+            )
+            self.assertEqual([job.id for job in queue.jobs()], ["leased"])
+            del want["leased"]
+            self.assertEqual(self.seen(moved), want)
+            self.assertEqual([moved.get().id for _ in range(4)], ["again", *"xyz"])
+            queue.task_done(self.held)
+            self.assertEqual(self.answer("move", source, target)["pending"], 0)
+
+    def test_a_kill_at_any_step_is_made_good_by_the_same_command(self):
+        """Whatever was deliverable in between is delivered once in all."""
+        for places in self.pairs():
+            for after in (False, True):
+                for n in itertools.count(1):
+                    died, delivered = self.move_twice(n, after, *places)
+                    counts = collections.Counter(delivered)
+                    self.assertEqual(
+                        dict(counts), dict.fromkeys("abcde", 1), (n, after)
+                    )
+                    if not died:
+                        break
+                self.assertGreater(n, 13)  # three batches and the dead one
+
+    def move_twice(self, n, after, source, target):
+        queue, moved, died = self.open(source), self.open(target), False
+        for id, delay in zip("abcde", (0, 0, 0, 0, 1e-3)):
+            queue.put(id, id=id, priority=int(id == "a"), delay=delay)
+        queue.bury(queue.get(), "bad")
+        with mock.patch.object(tq, "_BATCH", 2):
+            fuse, move = Fuse(n, after), tq._Move(queue, moved)
+            move._here, move._there = map(fuse.around, (move._here, move._there))
+            try:
+                move.run()
+            except Killed:
+                died = True
+            delivered = self.drain(queue) + self.drain(moved)
+            tq._Move(queue, moved).run()
+        moved.requeue_dead()
+        return died, delivered + self.drain(queue) + self.drain(moved)
+
+    def drain(self, queue):
+        found = []
+        while len(queue) and (job := queue.get(timeout=0.01)):
+            found.append(job.id)
+            queue.task_done(job)
+        return found
+
+    def test_an_id_that_the_target_has_stays(self):
+        """It is counted, the status is 1, and neither job is touched."""
+        for source, target in self.pairs():
+            self.open(source).put_many([1, 2, 3], ids=["a", "b", "c"])
+            self.open(target).put("other", id="b")
+            answer = self.answer("move", source, target, status=1)
+            self.assertEqual((answer["pending"], answer["kept"]), (2, 1))
+            self.assertEqual(self.open(source).get().payload, 2)
+            self.assertEqual(self.open(target).find("b").payload, "other")
+
+    def test_what_nobody_goes_on_with_comes_back(self):
+        """A move that ended for good gives its jobs back after an hour."""
+        source, target = self.open(self.path), self.open(self.path + "2")
+        source.put("x")
+        move, clock = tq._Move(source, target), Clock()
+        move._there = Fuse(1, False).around(move._there)
+        self.assertRaises(Killed, move.run)
+        with clock.patch():
+            clock.jump(3500.0)
+            self.assertEqual((source.get(), source.reap_stale()), (None, 0))
+            clock.jump(101.0)
+            self.assertEqual(source.get().payload, "x")
+
+    def test_a_queue_does_not_move_to_itself(self):
+        """That is usage; to another name in the same place it moves."""
+        self.command("put", "jobs", "1")
+        self.command("move", "jobs", "jobs", status=2)
+        self.assertEqual(
+            self.answer("move", "jobs", "jobs", "--to-name", "b")["pending"], 1
+        )
+        self.assertEqual(self.answer("stats", "jobs", "-n", "b")["pending"], 1)
+
+
 class TerminalTest(CommandLineCase):
     def shown(self, *args, status=0, **env):
         text, code = self.terminal(*args, **env).end()

@@ -6757,7 +6757,8 @@ class _Move:
     def _land(self, parcels: list[_Parcel]) -> None:
         """Let go what is gone from here; what came back here is ours again."""
         back = [parcel for parcel in parcels if self._is_here(parcel)]
-        self._there.drop(back)
+        if back:
+            self._there.drop(back)
         self._finish([parcel for parcel in parcels if parcel not in back])
 
     def _is_here(self, parcel: _Parcel) -> bool:
@@ -6778,12 +6779,14 @@ class _Move:
         self._drop(parcels)
 
     def _drop(self, parcels: list[_Parcel]) -> None:
-        lost = self._here.drop(parcels)
-        self._there.drop([parcel for parcel in parcels if parcel.id in lost])
+        lost = self._here.drop(parcels) if parcels else set()
+        if lost:
+            self._there.drop([parcel for parcel in parcels if parcel.id in lost])
         self._finish([parcel for parcel in parcels if parcel.id not in lost])
 
     def _finish(self, parcels: list[_Parcel]) -> None:
-        self._there.let_go(parcels)
+        if parcels:
+            self._there.let_go(parcels)
         for parcel in parcels:
             self.moved[parcel.state] += 1
 
