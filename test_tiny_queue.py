@@ -7065,7 +7065,9 @@ class MoveTest(CommandLineCase):
             delivered = self.drain(queue) + self.drain(moved)
             tq._Move(queue, moved).run()
         moved.requeue_dead()
-        return died, delivered + self.drain(queue) + self.drain(moved)
+        delivered += self.drain(queue) + self.drain(moved)
+        self.assertEqual([*queue.jobs(), *moved.jobs()], [])  # nor held by anybody
+        return died, delivered
 
     def drain(self, queue):
         found = []
