@@ -7,6 +7,13 @@ Knobs, from the environment:
 
     TQ_DEEP=1   more rounds of everything that repeats
     TQ_SEED=n   seed of whatever is random (default 1)
+    TQ_LIGHT=1  without the enumerations (faults, interleavings, histories)
+
+Every line and branch of the module is run without the enumerations, too; on
+Linux, with coverage.py from the dev group, this shows it:
+
+    coverage erase; TQ_LIGHT=1 coverage run -m unittest
+    coverage combine -q; coverage report
 
 The helpers come first, each with its own small test; then one class per
 behaviour, under the banners of the module and in their order.  Tests assert
@@ -69,6 +76,7 @@ from unittest import mock
 import tiny_queue as tq
 
 DEEP = os.environ.get("TQ_DEEP", "") not in ("", "0")
+LIGHT = os.environ.get("TQ_LIGHT", "") not in ("", "0")
 SEED = int(os.environ.get("TQ_SEED", "1"))
 ROOT = os.path.dirname(os.path.abspath(__file__))
 STATES = ("pending", "inflight", "dead")
@@ -937,6 +945,21 @@ class ArgumentsTest(Case):
         self.assertEqual(os.path.realpath(queue.path), os.path.realpath(self.path))
         self.assertDrains(self.open(), [1])
 
+    def test_success_takes_neither_error_nor_delay(self):
+        """They are refused, and the lease stays what it is."""
+        queue = self.open()
+        queue.put(1, id="a")
+        job = queue.get()
+        for options in ({"error": "e"}, {"delay": 1}):
+            self.assertRaises(ValueError, queue.task_done, job, **options)
+        for view in self.views(queue):
+            self.assertEqual(view.find("a").token, job.token)
+
+    def test_repr_names_the_queue(self):
+        """The absolute path, and the name."""
+        queue = self.open(name="mail")
+        self.assertEqual(repr(queue), f"Queue({self.path!r}, 'mail')")
+
 
 class NamesTest(Case):
     def test_bad_names_are_refused_at_construction(self):
@@ -1103,6 +1126,15 @@ class PayloadsTest(Case):
             queue.task_done(job)
         if hasattr(sys, "set_int_max_str_digits"):
             self.assertRaises(ValueError, queue.put, 10**5000)
+
+    def test_a_huge_payload_is_refused(self):
+        """One over the limit is a ValueError, one at the limit is taken."""
+        queue = self.open()
+        with mock.patch.object(tq, "_MAX_PAYLOAD", 10):
+            with self.assertRaisesRegex(ValueError, "11 bytes, at most 10"):
+                queue.put("x" * 9)
+            queue.put("x" * 8)
+        self.assertDrains(self.open(), ["x" * 8])
 
 
 @every_engine
@@ -1369,6 +1401,18 @@ class LifeTest(Case):
             self.assertRaises(tq.LeaseLostError, queue.task_done, job)
             self.assertEqual(queue.purge("pending"), 1)
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_a_job_is_delivered_though_others_cannot_be_given_back(self):
+        """A failing take-back of lapsed jobs is logged: the get has its job."""
+        queue = self.open(max_retries=0)
+        queue.put_many([1, 2], ids=["a", "b"])
+        queue.get(lease_timeout=1.0)
+        error, clock = tq.QueueError("disk full"), Clock()
+        clock.jump(60, mono=60)
+        with clock.patch(), self.assertLogs("tiny_queue", "WARNING") as logs:
+            with mock.patch.object(queue._engine, "give_back", side_effect=error):
+                self.assertEqual(queue.get().id, "b")
+        self.assertIn("lapsed jobs not given back: disk full", logs.output[0])
 
 
 @every_engine
@@ -2698,6 +2742,22 @@ class WorkerAsyncTest(WorkerCase):
 
         self.assertEqual(asyncio.run(main()).done, 1)
 
+    def test_a_loop_that_hangs_is_left_behind(self):
+        """A callback that blocks the loop does not keep run_forever."""
+        go, loops = threading.Event(), []
+
+        async def handler(job):
+            loops.append(asyncio.get_running_loop())
+            loops[0].call_soon(loops[0].call_soon, go.wait)  # once this is done
+
+        self.addCleanup(go.set)
+        self.queue.put(1)
+        self.assertEqual(self.work(handler).done, 1)
+        self.assertTrue(loops[0].is_running())
+        go.set()
+        eventually(lambda: not loops[0].is_running())
+        loops[0].close()
+
 
 @every_engine
 class WorkerLimitsTest(WorkerCase):
@@ -2758,6 +2818,69 @@ class WorkerLimitsTest(WorkerCase):
         seen = []
         self.work(lambda job: seen.append((job.id, job.attempts)))
         self.assertEqual(seen, [("a", 2)])
+
+    def test_it_reaps_while_it_runs(self):
+        """A job whose holder dies meanwhile is given back, with no get to ask."""
+        self.queue.put_many([1, 2], ids=["a", "b"])
+        given_back = threading.Event()
+        logs = []
+
+        def handler(job):
+            if job.id == "a":
+                child = self.child("queue.get(); os.kill(os.getpid(), 9)")
+                child.wait(10)
+                logs.append(given_back.wait(PATIENCE))
+
+        def reap():
+            count = tq.Queue.reap_stale(self.queue)
+            if count:
+                given_back.set()
+            return count
+
+        with mock.patch.object(self.queue, "reap_stale", reap):
+            with mock.patch.object(tq, "_TICK", 0.0):
+                totals = self.work(handler)
+        self.assertEqual((logs, totals.done), ([True], 2))
+
+    def test_a_failing_reap_is_survived(self):
+        """It is logged, and the jobs are run all the same."""
+        self.queue.put(1)
+        error = tq.QueueError("disk full")
+        with mock.patch.object(self.queue, "reap_stale", side_effect=error):
+            with self.assertLogs("tiny_queue", "ERROR") as logs:
+                self.assertEqual(self.work(lambda job: None).done, 1)
+        self.assertIn("cannot reap: disk full", logs.output[0])
+
+    def test_a_queue_closed_under_it_ends_it(self):
+        """Its job is not counted, and is pending again."""
+        self.queue.put(1, id="a")
+        with self.assertLogs("tiny_queue", "ERROR") as logs:
+            totals = self.work(lambda job: self.queue.close(), stop_when_empty=False)
+        self.assertEqual(totals, tq.Totals(0, 0, 0, 0, 0))
+        self.assertIn("job a not settled as done", logs.output[0])
+        with tq.Queue(self.path, fsync=False) as later:
+            self.assertEqual(later.get().id, "a")
+
+    def test_stopped_while_it_gets(self):
+        """A job that a get brings after stop() is given back uncounted, and an
+        error that it raises is not waited out."""
+        self.queue.put(1, id="a")
+        get, found = self.queue.get, []
+
+        def last(timeout):
+            worker.stop()
+            found.append(get())
+            if len(found) == 2:
+                raise tq.QueueError("disk full")
+            return found[0]
+
+        worker = tq.Worker(self.queue, lambda job: self.fail("it must not run"))
+        with mock.patch.object(self.queue, "get", last):
+            self.assertEqual(worker.run_forever(), tq.Totals(0, 0, 0, 1, 0))
+            self.assertEqual(self.queue.find("a").attempts, 0)
+            with mock.patch.object(worker, "_wait_out") as waited:
+                self.assertEqual(worker.run_forever(), tq.Totals(0, 0, 0, 0, 0))
+        self.assertEqual((found[0].id, waited.mock_calls), ("a", []))
 
 
 class WorkerIdleTest(WorkerCase):
@@ -2963,6 +3086,65 @@ class WorkerLeaseTest(WorkerCase):
                 self.assertEqual(self.work(lambda job: None).done, 1)
         self.assertEqual(len(logs.output), 3)
 
+    def failing(self, name, error, after=None):
+        """queue.name raises the error; then it sets an event and works again."""
+        real, raised = getattr(self.queue, name), []
+
+        def call(*args, **kwargs):
+            if not raised:
+                raised.append(error)
+                raise error
+            if after is not None:
+                after.set()
+            return real(*args, **kwargs)
+
+        return mock.patch.object(self.queue, name, call)
+
+    def test_a_failed_renewal_is_tried_again(self):
+        """The error is logged, and the lease renewed the next time."""
+        renewed = threading.Event()
+        self.queue.put(1)
+        with self.failing("extend", tq.QueueError("disk full"), renewed):
+            with self.assertLogs("tiny_queue", "ERROR") as logs:
+                totals = self.work(lambda job: renewed.wait(PATIENCE))
+        self.assertEqual((totals.done, renewed.is_set()), (1, True))
+        self.assertIn("cannot renew the lease", logs.output[0])
+
+    def test_a_lost_lease_is_not_renewed_again(self):
+        """One LeaseLostError, and extend is not called for that job any more."""
+        self.queue.put(1, id="a")
+        self.queue.put(2, id="b")
+        extend, extended = self.queue.extend, []
+
+        def recorded(job, seconds):
+            extended.append(job.id)
+            return extend(job, seconds)
+
+        def handler(job):
+            if job.id == "a":
+                tq.Queue(self.path, fsync=False).cancel("a")
+            eventually(lambda: extended.count("b") >= 2)
+
+        with mock.patch.object(self.queue, "extend", recorded):
+            totals = self.work(handler, concurrency=2)
+        self.assertEqual(totals, tq.Totals(1, 0, 0, 0, 1))
+        self.assertEqual(extended.count("a"), 1)
+
+    def test_a_stopping_worker_gives_up_on_a_sick_queue(self):
+        """A job that cannot be settled then is left to the worker's death."""
+        self.queue.put(1)
+        error = tq.QueueError("disk full")
+
+        def handler(job):
+            worker.stop()
+
+        worker = tq.Worker(self.queue, handler)
+        with mock.patch.object(self.queue, "task_done", side_effect=error) as done:
+            with mock.patch.object(worker, "_wait_out", lambda pause, exc: pause + 0.6):
+                self.assertEqual(worker.run_forever(), tq.Totals(0, 0, 0, 0, 0))
+        self.assertEqual(done.call_count, 3)
+        self.assertEqual(self.queue.stats().inflight, 1)
+
 
 @every_engine(only=["test_a_second_signal_gives_the_job_back"])
 class WorkerSignalTest(WorkerCase):
@@ -3057,6 +3239,46 @@ class WorkerSignalTest(WorkerCase):
         thread.start()
         thread.join(10)
         self.assertEqual(during, [before])
+
+    def test_signals_are_left_alone_if_so_asked(self):
+        """handle_signals=False installs nothing."""
+        before, during = signal.getsignal(signal.SIGTERM), []
+        self.queue.put(1)
+        self.work(
+            lambda job: during.append(signal.getsignal(signal.SIGTERM)),
+            handle_signals=False,
+        )
+        self.assertEqual(during, [before])
+
+    def test_a_burst_is_one_signal(self):
+        """The second of two within the burst's time does not give the job back."""
+        self.queue.put(1)
+
+        def handler(job):
+            for count in (1, 2):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+                eventually(functools.partial(counted, count))
+
+        def counted(count):
+            return len(clock) >= count
+
+        clock = []
+
+        def monotonic():
+            if sys._getframe(1).f_code.co_name == "count":
+                clock.append(1)
+            return time.monotonic()
+
+        with patched("time", monotonic=monotonic), mock.patch.object(tq, "_BURST", 60):
+            totals = self.work(handler, stop_when_empty=False)
+        self.assertEqual((totals, len(clock)), (tq.Totals(1, 0, 0, 0, 0), 2))
+
+    def test_a_second_signal_ends_the_waiting_for_a_sick_queue(self):
+        """A pause between two tries does not keep a worker that must go."""
+        worker = tq.Worker(self.queue, print)
+        worker._signals = 2
+        with patched("time", sleep=lambda seconds: self.fail("it sleeps")):
+            self.assertEqual(worker._wait_out(4.0, tq.QueueError("disk full")), 8.0)
 
 
 # Engine contract
@@ -3377,6 +3599,68 @@ class HandWrittenTest(Case):
         self.write("inflight", b'{"id":"a","rev":2,"done":true}\n', "ab")
         self.assertRaises(tq.JobNotFoundError, self.open().find, "a")
 
+    def test_null_is_what_is_missing(self):
+        """A key that says null has its default, and keeps no trace of it."""
+        self.write("pending", b'{"id":"a","priority":null,"payload":1}\n')
+        for view in self.views(self.open()):
+            self.assertEqual(view.find("a").priority, 0)
+
+    def test_a_sealed_line_need_not_be_ascii(self):
+        """Raw UTF-8 under a checksum is another program's way to write."""
+        text = json.dumps({"id": "ä", "rev": 1, "payload": "漢"}, ensure_ascii=False)
+        self.write("pending", seal(text))
+        for view in self.views(self.open()):
+            self.assertEqual(view.find("ä").payload, "漢")
+
+    def test_flaws_of_single_keys(self):
+        """A text that is none, a checksum that is not last, a rev out of range:
+        each is one damaged line."""
+        flaws = [
+            b'{"id":"a","last_error":5,"payload":1}\n',
+            b'{"crc":"00000000","id":"a","payload":1}\n',
+            seal({"id": "a", "rev": 2**28 + 1, "payload": 1}),
+        ]
+        for line in flaws:
+            self.write("pending", line)
+            queue = self.open()
+            self.assertEqual([d.line for d in queue.verify()], [1], line)
+            self.assertEqual(queue.stats()[:5], (0, 0, 0, 0, 1), line)
+            shutil.rmtree(self.path)
+
+    def test_deep_nesting_under_a_checksum_is_damage(self):
+        """However deep: the parser's own limit is not met."""
+        for depth in (tq._MAX_DEPTH + 1, 200_000):
+            text = '{"id":"a","rev":1,"payload":' + "[" * depth + "]" * depth + "}"
+            self.write("pending", seal(text))
+            self.assertIn("nested deeper", self.open().verify()[0].reason)
+
+    def test_a_caller_s_full_stack_is_not_damage(self):
+        """RecursionError over a sound line is the caller's, and costs nothing."""
+        queue = self.open()
+        queue.put(1, id="a")
+        with mock.patch.object(tq, "_scan", side_effect=RecursionError):
+            self.assertRaises(RecursionError, self.open().find, "a")
+        for view in self.views(queue):
+            self.assertEqual((view.find("a").payload, view.stats().damaged), (1, 0))
+
+    def test_blank_lines_are_no_damage(self):
+        """To verify() neither."""
+        self.write("pending", b'\n{"id":"a","payload":1}\n \n')
+        queue = self.open()
+        self.assertEqual(queue.verify(), [])
+        self.assertDrains(queue, [1])
+
+    def test_deep_nesting_in_a_line_like_ours_is_damage(self):
+        """Met when the job is leased, as payloads are not read before that."""
+        self.open().put(0, id="a")
+        (line,) = file_lines(self.path, "pending")
+        deep = "[" * 200_000 + "]" * 200_000
+        text = line.decode().replace('"payload":0', f'"payload":{deep}')
+        self.write("pending", seal(text[: text.rindex(',"crc"')] + "}"))
+        for view in self.views(self.open()):
+            self.assertIsNone(view.get())
+            self.assertEqual(view.stats()[:5], (0, 0, 0, 0, 1))
+
 
 class DamageTest(Case):
     def kept(self):
@@ -3551,6 +3835,45 @@ class DamageTest(Case):
         self.write("pending", lines[0] + lines[2])
         self.check("ac", 0)
 
+    def test_verify_tells_of_a_sound_line_that_was_set_aside(self):
+        """One of an unfinished write is not wrong by itself."""
+        self.open().put(1)
+        lines = [seal({"id": id, "rev": 1, "payload": 1}, "+") for id in "ab"]
+        self.write("pending", b"".join(lines), "ab")
+        queue = self.open()
+        self.assertEqual(queue.stats()[:5], (1, 0, 0, 0, 2))
+        reasons = [damage.reason for damage in queue.verify()]
+        self.assertEqual(
+            reasons, ["set aside; sound by itself, of an unfinished write"] * 2
+        )
+
+    def test_verify_of_a_file_that_shrinks(self):
+        """Cut while it is read: said so, at the line where it ends."""
+        queue = self.open()
+        queue.put_many([1, 2])
+
+        def pread(fd, length, place):
+            self.write("pending", file_lines(self.path, "pending")[0])
+            return os.pread(fd, length, place)
+
+        with patched("os", pread=pread):
+            (damage,) = queue.verify()
+        self.assertIn("shrank", damage.reason)
+
+    def test_damage_and_a_compaction_that_must_read_anew(self):
+        """The operation that met it does not go on with what is forgotten."""
+        self.open().put(1, id="a")
+        self.write("pending", b"damage\n", "ab")
+        queue = self.open()
+        stale = mock.patch.object(
+            tq._FileEngine, "_compact", side_effect=tq._StaleError
+        )
+        with stale as compact:
+            compact.side_effect = [tq._StaleError, None]
+            self.assertRaises(tq.DuplicateJobError, queue.put, 2, id="a")
+        for view in self.views(queue):
+            self.assertEqual([job.payload for job in view.jobs()], [1])
+
 
 class TailTest(Case):
     FIRST = {
@@ -3631,6 +3954,45 @@ class TailTest(Case):
                     again = [(job.id, job.state) for job in other.jobs()]
                 self.assertEqual(seen, again)
                 shutil.rmtree(copied)
+
+    def test_verify_tells_of_a_torn_last_line(self):
+        """Before anybody has cut it."""
+        self.write("pending", b'{"id":"a","payload":1}\n{"id":"b","pay')
+        (damage,) = self.open().verify()
+        self.assertEqual(damage.line, 2)
+        self.assertIn("torn write", damage.reason)
+
+    def test_the_count_of_a_large_write(self):
+        """Over several chunks: a line too few or a hole of NULs voids it all,
+        and one that is whole stays."""
+        with mock.patch.object(tq, "_CHUNK", 1000):
+            self.open().put_many(range(100))
+            lines = file_lines(self.path, "pending")
+            hole = lines[:50] + [b"\0" * len(lines[50])] + lines[51:]
+            for found, count in ((lines, 100), (lines[1:], 0), (hole, 0)):
+                self.write("pending", b"".join(found))
+                self.assertEqual(len(self.open()), count)
+                shutil.rmtree(self.path)
+
+    def test_the_count_of_lines_longer_than_a_chunk(self):
+        """Those are counted one by one."""
+        with mock.patch.object(tq, "_CHUNK", 1000):
+            self.open().put_many(["x" * 3000] * 3)
+            lines = file_lines(self.path, "pending")
+            for found, count in ((lines, 3), (lines[1:], 0)):
+                self.write("pending", b"".join(found))
+                self.assertEqual(len(self.open()), count)
+                shutil.rmtree(self.path)
+
+    def test_a_newline_that_cannot_be_written_is_imagined(self):
+        """On a read-only disk a sound last line counts, short and long."""
+        line = seal({"id": "a", "rev": 1, "payload": "x" * 2000})[:-1]
+        self.write("pending", line)
+        with ReadOnlyTest.erofs(self):
+            queue = self.open()
+            self.assertEqual(queue.find("a").payload, "x" * 2000)
+            self.assertEqual(queue.stats().pending, 1)
+        self.assertEqual(file_bytes(self.path, "pending"), line)
 
 
 # Index
@@ -3756,6 +4118,69 @@ class BacklogTest(Case):
         self.assertEqual(ids, ["job-0", "job-1", "job-2"])
         for view in self.views(queue):
             self.assertEqual(view.stats()[:4], (3997, 0, 4, 0))
+
+    def test_a_long_order_forgets_its_head(self):
+        """Thousands of gets in a row keep the order, whatever the memory does."""
+        queue = self.open()
+        queue.put_many(range(9000))
+        found = [job.payload for _ in range(90) for job in queue.get_many(100)]
+        self.assertEqual(found, list(range(9000)))
+        (order,) = queue._engine._index.orders.values()
+        self.assertLess(len(order.places), 9000)
+
+    def big_steps(self):
+        """Read ahead of the lock from the first byte on."""
+        return mock.patch.object(tq, "_READ_AHEAD", 0)
+
+    def test_reading_ahead_leaves_a_half_changed_index_alone(self):
+        """Another thread was interrupted meanwhile: it is still to be forgotten."""
+        queue = self.open()
+        queue.put(1, id="a")
+        queue.stats()
+        index = queue._engine._index
+        index.entries.clear()
+        index.dirty = True
+        queue._engine._read_ahead()
+        self.assertTrue(index.dirty)
+        self.assertEqual(queue.find("a").payload, 1)
+
+    def test_a_file_restored_before_it_is_read_ahead(self):
+        """Written anew in place: all is read from its beginning."""
+        queue = self.open()
+        queue.put(1, id="a")
+        queue.stats()
+        lines = b"".join(
+            seal({"id": f"r{n}", "rev": 1, "payload": n}) for n in range(9)
+        )
+        self.write("pending", lines)
+        with self.big_steps():
+            queue._engine._index.careful = False
+            queue._engine._store.files[0].size = len(lines)
+            queue._engine._read_ahead()
+        for view in self.views(queue):
+            self.assertEqual(len(list(view.jobs())), 9)
+
+    def test_errors_of_reading_ahead(self):
+        """A failing disk raises; a file that shrinks is read anew."""
+        self.open().put_many(range(9))
+        queue = self.open()
+
+        def failing(fd, length, place):
+            if not queue._engine._lock._flocked and length > 100:
+                if effects:
+                    return effects.pop()()
+            return os.pread(fd, length, place)
+
+        def fail():
+            raise OSError(errno.EIO, "Input/output error")
+
+        effects = [bytes, bytes, fail]
+        with self.big_steps(), patched("os", pread=failing):
+            with self.assertRaises(tq.QueueError) as caught:
+                queue.stats()
+            self.assertEqual(caught.exception.errno, errno.EIO)
+            self.assertEqual(len(list(queue.jobs())), 9)
+        self.assertEqual(effects, [])
 
 
 # Store: the files, their tails, and what of them is on disk
@@ -4182,6 +4607,65 @@ class CompactionTest(Case):
         self.assertEqual([n for n in os.listdir(self.path) if "tmp" in n], [])
         self.assertDrains(queue, [3])
 
+    def test_a_failing_one_unasked_costs_only_space(self):
+        """The operation succeeds; the next try waits until twice as much is
+        superseded."""
+        queue, tries = self.open(), []
+        job = queue.put("x" * 1000, id="a") and queue.get()
+
+        def replace(source, target):
+            tries.append(queue._engine._index.superseded)
+            raise OSError(errno.EIO, "Input/output error")
+
+        queue._engine._compact_above = 1000
+        with patched("os", replace=replace):
+            for _ in range(12):
+                job = queue.extend(job)
+        self.assertEqual(len(tries), 3, tries)
+        self.assertTrue(all(b > 2 * a for a, b in zip(tries, tries[1:])), tries)
+        queue.task_done(job)
+        self.assertEqual(queue.stats()[:4], (0, 0, 0, 0))
+
+    def test_one_unasked_of_files_that_change(self):
+        """What it cannot read as remembered is read anew, and nothing is lost."""
+        queue = self.open()
+        queue.put("x" * 1000, id="a")
+        job = queue.get()
+        extend = functools.partial(queue.extend, job)
+        queue._engine._compact_above = 1000
+        with mock.patch.object(tq._Index, "rewritten", side_effect=tq._StaleError):
+            extend()
+        for view in self.views(queue):
+            self.assertEqual(view.find("a").state, "inflight")
+        queue.task_done(job)
+
+    def test_none_where_nothing_may_be_written(self):
+        """Looking at a read-only queue compacts nothing."""
+        queue = self.open()
+        for _ in range(3):
+            queue.put("x" * 1000, id="a")
+            queue.cancel("a")
+        before = tree(self.dir)
+        with ReadOnlyTest.erofs(self):
+            late = self.open()
+            late._engine._compact_above = 1000
+            self.assertEqual(late.stats()[:4], (0, 0, 0, 0))
+        self.assertEqual(tree(self.dir), before)
+
+    def test_none_of_what_was_not_read(self):
+        """A line that appears outside the lock is read before it is rewritten."""
+        queue = self.open()
+        queue.put(1, id="a")
+        queue.cancel("a")
+        index = queue._engine._index
+        late = seal({"id": "b", "rev": 1, "payload": 2})
+        with mock.patch.object(index, "read", [0, 0, 0]):
+            self.write("pending", late, "ab")
+            with self.assertRaises(tq._StaleError):
+                queue._engine._compact()
+        queue.compact()
+        self.assertDrains(self.open(), [2])
+
 
 class FailedSyncTest(Case):
     """What a failing fsync may have lost is never called done (I9)."""
@@ -4318,6 +4802,54 @@ class FailedSyncTest(Case):
             for view in self.views(self.queue):
                 self.assertEqual([job.payload for job in view.jobs()], [0, 1, 2])
 
+    def test_damage_whose_sync_failed_is_copied(self):
+        """NAME.damaged is written anew before more is added to it (I9)."""
+        for text in (b"one\n", b"two\n"):
+            self.write("dead", text, "ab")
+            self.failures = 1
+            with contextlib.suppress(tq.QueueError):
+                self.queue.stats()
+        with open(os.path.join(self.path, "default.damaged")) as old:
+            self.queue.stats()
+            new = os.stat(os.path.join(self.path, "default.damaged"))
+            self.assertNotEqual(os.fstat(old.fileno()).st_ino, new.st_ino)
+        for view in self.views(self.queue):
+            self.assertGreaterEqual(view.stats().damaged, 2)
+            self.assertEqual([job.id for job in view.jobs()], ["b"])
+
+    def test_a_sync_that_succeeds_after_one_failed_proves_nothing(self):
+        """A file that failed meanwhile stays failed for all its writes (I9)."""
+        data = self.queue._engine._store.files[0]
+
+        def fail(fd):
+            data.inode.failed = True
+            self.queue._engine._store.sick.append(data.inode)
+
+        with mock.patch.object(tq, "_sync", fail):
+            self.assertFails(self.queue.put, 1, id="k")
+        for view in self.views(self.queue):
+            self.assertEqual([job.payload for job in view.jobs()], ["before"])
+
+    def test_a_sick_queue_without_one_of_its_files(self):
+        """Gone, and none may be made: the others are healed all the same."""
+        self.queue.put(2, id="c")
+        job = self.queue.get()
+        self.failures = 2
+        self.assertFails(self.queue.put, 1, id="k")
+        os.unlink(file_of(self.path, "dead"))
+
+        def opened(path, flags, *mode):
+            if path == file_of(self.path, "dead"):
+                if flags & os.O_CREAT:
+                    raise PermissionError(errno.EACCES, "Permission denied", path)
+            return os.open(path, flags, *mode)
+
+        with patched("os", open=opened):
+            self.assertEqual(len(self.queue), 1)
+        self.queue.task_done(job)
+        for view in self.views(self.queue):
+            self.assertEqual([job.id for job in view.jobs()], ["c"])
+
 
 class FullDiskTest(Case):
     def fill(self, jobs=100, size=1000):
@@ -4434,6 +4966,21 @@ class FullDiskTest(Case):
         self.assertEqual([name for name in names if "tmp" in name], [])
         self.assertDrains(queue, [0, 1, 2, 3, 4, "later"])
 
+    def test_no_room_for_the_ballast(self):
+        """Half of it is worse than none: that space is given back at once."""
+        lock = os.path.join(self.path, "default.lock")
+
+        def write(fd, data):
+            if len(data) > 100_000 and os.fstat(fd).st_ino == os.stat(lock).st_ino:
+                os.write(fd, b"x" * 1000)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return os.write(fd, data)
+
+        with patched("os", write=write):
+            self.open().put(1)
+        self.assertEqual(os.stat(lock).st_size, 0)
+        self.assertDrains(self.open(), [1])
+
 
 class ReadOnlyTest(Case):
     def erofs(self):
@@ -4526,6 +5073,23 @@ class ReadOnlyTest(Case):
             self.assertEqual(len(looker), 1)
         looker.put("b")
         self.assertDrains(looker, ["a", "b"])
+
+    def test_data_files_that_may_only_be_read(self):
+        """Under a lock file that may be written, looking works all the same."""
+        self.open().put("a", id="a")
+
+        def opened(path, flags, *mode):
+            if path.endswith(".jsonl") and flags & os.O_RDWR:
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return os.open(path, flags, *mode)
+
+        with patched("os", open=opened):
+            queue = self.open()
+            self.assertEqual([job.payload for job in queue.jobs()], ["a"])
+            with self.assertRaises(tq.QueueError) as caught:
+                queue.get()
+            self.assertEqual(caught.exception.errno, errno.EACCES)
+        self.assertDrains(queue, ["a"])
 
 
 class ForeignFilesTest(Case):
@@ -4731,6 +5295,90 @@ class ReplacedFilesTest(Case):
         shutil.rmtree(self.path)
         self.queue.put("c")
         self.assertDrains(self.queue, ["c"])
+
+
+class ChangedFilesTest(Case):
+    """Bytes that change in place, which nobody may do."""
+
+    def setUp(self):
+        super().setUp()
+        self.queue = self.open()
+        self.queue.put(1, id="a")
+        self.queue.stats()
+        self.length = len(file_bytes(self.path, "pending")) - 1
+
+    @staticmethod
+    def lying(length, *lies):
+        """The next reads of so many bytes get others than are there."""
+        lies = list(lies)
+
+        def pread(fd, wanted, place):
+            block = os.pread(fd, wanted, place)
+            return lies.pop()(block) if lies and wanted == length else block
+
+        return patched("os", pread=pread)
+
+    @staticmethod
+    def swap(block):
+        return block.replace(b'"a"', b'"b"')
+
+    def test_a_line_that_became_another_job_s_is_met(self):
+        """Swapped in place for one of the same length: all is read anew."""
+        queue = self.queue
+        (line,) = file_lines(self.path, "pending")
+        body = line[: line.rindex(b',"crc"')] + b"}"
+        self.write("pending", seal(body.replace(b'"a"', b'"b"').decode()), "rb+")
+        self.assertRaises(tq.JobNotFoundError, queue.find, "a")
+        for view in self.views(queue):
+            self.assertEqual(view.find("b").payload, 1)
+
+    def test_files_that_change_at_every_look_are_refused(self):
+        """Three tries, then an error that names the cause; nothing is lost."""
+        with self.lying(self.length, *[self.swap] * 3):
+            with self.assertRaisesRegex(tq.QueueError, "change without the lock"):
+                self.queue.find("a")
+        for view in self.views(self.queue):
+            self.assertEqual(view.find("a").payload, 1)
+
+    def test_a_head_that_shrinks_is_read_anew(self):
+        """A get that finds less than a line at its place delivers all the same."""
+        with self.lying(1024, lambda block: block[:10]):
+            self.assertEqual(self.queue.get().id, "a")
+
+    def test_lines_without_an_end_are_read_anew(self):
+        """So is a chunk that has no newline, where one had been."""
+        late = self.open()
+        late.put(2, id="b")
+        late._engine._index.discard()  # its tail is decided, and nothing read
+        size = len(file_bytes(self.path, "pending"))
+        with self.lying(size, lambda block: block.replace(b"\n", b" ")):
+            self.assertEqual(late.get().id, "a")
+
+    def test_many_changes_survive_a_file_that_changes(self):
+        """requeue_dead() counts what it has done before and after that."""
+        queue = self.open(max_retries=0, name="many")
+        queue.put_many([1, 2, 3], ids=["a", "b", "c"])
+        for job in queue.get_many(3):
+            queue.bury(job, "e")
+        reads = []
+
+        def pread(fd, length, place):
+            block = os.pread(fd, length, place)
+            reads.append(place)
+            return block[:-1] + b"x" if len(reads) == 2 else block
+
+        with mock.patch.object(tq, "_MIB", 1), patched("os", pread=pread):
+            self.assertEqual(queue.requeue_dead(), 3)
+        for view in self.views(queue, max_retries=0):
+            self.assertEqual(view.stats()[:5], (3, 0, 0, 0, 0))
+
+    def test_an_iteration_over_a_file_changed_in_place(self):
+        """jobs() says so: it has no lock under which to read anew."""
+        queue = self.queue
+        jobs = queue.jobs()
+        with self.lying(self.length, self.swap):
+            self.assertRaisesRegex(tq.QueueError, "call it again", next, jobs)
+        self.assertEqual(next(queue.jobs()).id, "a")
 
 
 class ModesTest(Case):
@@ -4982,6 +5630,225 @@ class PrimitivesTest(Case):
         for view in self.views(queue):
             self.assertEqual([job.payload for job in view.jobs()], ["first", "third"])
 
+    def test_macos_syncs_the_disk_s_cache_too(self):
+        """Where there is F_FULLFSYNC, each sync of a file is one."""
+        calls = []
+
+        def control(fd, command, *rest):
+            if command == "full":
+                return calls.append(stat.S_ISREG(os.fstat(fd).st_mode))
+            return fcntl.fcntl(fd, command, *rest)
+
+        with patched("fcntl", F_FULLFSYNC="full", fcntl=control):
+            self.open(fsync=True).put(1)
+        self.assertEqual(calls, [True])
+
+    def test_the_way_to_a_queue_is_synced_as_far_as_it_is_ours(self):
+        """Up to where another file system begins, or one may not read."""
+        for end in ("device", "mode"):
+            path = os.path.join(self.dir, end, "a", "b")
+            os.makedirs(path)
+            top, synced = os.path.dirname(os.path.dirname(path)), []
+
+            def sync(path, end=end, top=top, synced=synced):
+                if path == top and end == "mode":
+                    raise PermissionError(errno.EACCES, "no", path)
+                synced.append(path)
+
+            def look(path, end=end, top=top):
+                other = path == top and end == "device"
+                return types.SimpleNamespace(st_dev=other)
+
+            with patched("os", stat=look), mock.patch.object(tq, "_sync_path", sync):
+                tq._sync_ancestors(path)
+            self.assertEqual(synced, [os.path.dirname(path)])
+
+    def test_a_rewritten_file_keeps_its_owner_where_that_is_allowed(self):
+        """fchown is tried if the owner is another; its refusal does not matter."""
+        owners = iter([(7, 8), (1, 1)] * 2)
+
+        def owned(fd):
+            uid, gid = next(owners)
+            return types.SimpleNamespace(st_uid=uid, st_gid=gid, st_mode=0o100640)
+
+        refused = PermissionError(errno.EPERM, "only root may")
+        for effect in (None, refused):
+            fchown = mock.Mock(side_effect=effect)
+            with patched("os", fstat=owned, fchown=fchown):
+                tq._keep_mode(1, 2)
+            fchown.assert_called_once_with(1, 7, 8)
+
+
+class WindowsOS(Patched):
+    """os as the module finds it on Windows: less of it, and a file that is
+    open cannot be replaced or removed."""
+
+    MISSING = set("pread fdatasync fchown fchmod fork register_at_fork".split())
+    MISSING |= {"O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "sysconf", "getuid"}
+
+    def __getattr__(self, name):
+        if name in self.MISSING:
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    @staticmethod
+    def is_open(path):
+        """Whether the module has it open."""
+        fds = [file.fd for file in list(tq._FDS) if file.fd >= 0]
+        return any(os.path.samestat(os.fstat(fd), os.stat(path)) for fd in fds)
+
+    def open(self, path, flags, mode=0o777):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "a directory", path)
+        return os.open(path, flags, mode)
+
+    def replace(self, source, target):
+        for path in (source, target):
+            if os.path.exists(path) and self.is_open(path):
+                raise PermissionError(errno.EACCES, "is open", path)
+        os.replace(source, target)
+
+
+class WindowsLock:
+    """msvcrt's lock: of the bytes from the descriptor's place on."""
+
+    LK_NBLCK, LK_UNLCK = 2, 0
+
+    def __init__(self):
+        self.held = {}
+
+    def locking(self, fd, mode, length):
+        place = os.lseek(fd, 0, os.SEEK_CUR)
+        key = (os.fstat(fd).st_ino, place, length)
+        if self.held.setdefault(key, fd) != fd:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        if mode == self.LK_UNLCK:
+            del self.held[key]
+
+
+class WindowsTest(Case):
+    """What Windows has instead, simulated: never run on a real one."""
+
+    def setUp(self):
+        super().setUp()
+        self.os, self.lock = WindowsOS(os), WindowsLock()
+        fakes = {"os": self.os, "msvcrt": self.lock, "fcntl": None, "_WINDOWS": True}
+        for name, fake in fakes.items():
+            patch = mock.patch.object(tq, name, fake)
+            patch.start()
+            self.addCleanup(patch.stop)
+        ear = mock.patch.object(tq, "_ear", tq._Ear)  # no CDLL(None) there
+        ear.start()
+        self.addCleanup(ear.stop)
+
+    def assertLetGo(self):
+        """No data file is open, and nobody holds the lock."""
+        for state in STATES:
+            if os.path.exists(file_of(self.path, state)):
+                self.assertFalse(self.os.is_open(file_of(self.path, state)), state)
+        self.assertEqual(self.lock.held, {})
+
+    def test_a_job_s_life(self):
+        """Each operation lets the files go, and two objects agree throughout."""
+        one, two = (self.open(fsync=True, max_retries=0) for _ in range(2))
+        calls = [
+            lambda: one.put("a", id="a"),
+            lambda: two.put_many(list("bc"), ids=list("bc")),
+            lambda: one.bury(one.get(), "x"),
+            lambda: two.requeue_dead(),
+            lambda: one.extend(one.get()),
+            lambda: one.compact(),
+            lambda: two.cancel("c"),
+            lambda: two.compact(),
+        ]
+        for call in calls:
+            call()
+            self.assertLetGo()
+            self.assertEqual(one.stats(), two.stats())
+        self.assertEqual(two.find("b").state, "inflight")
+        self.assertDrains(self.open(), ["a"])
+
+    def test_the_lock_excludes(self):
+        """Who comes meanwhile waits, and is told that it is busy."""
+        one, two = self.open(), self.open(lock_timeout=0.05)
+        one.put(1)
+        found = []
+
+        def write(fd, data):
+            with self.assertRaises(tq.LockTimeoutError) as caught:
+                two.put(2)
+            found.append(caught.exception.pid)
+            return os.write(fd, data)
+
+        with patched("os", write=write):
+            one.put(3)
+        self.assertEqual(found, [None])
+        self.assertDrains(self.open(), [1, 3])
+
+    def test_an_operation_goes_on_after_a_compaction(self):
+        """One that meets damage sets it aside and compacts first; also if that
+        fails since another program has the file open."""
+        for others in (False, True):
+            name = f"q{others}"
+            queue = self.open(name=name)
+            queue.put_many([1, 2], ids=list("ab"))
+            with open(file_of(self.path, "pending", name), "ab") as file:
+                file.write(b"damage\n")
+            fakes = {"replace": mock.Mock(side_effect=PermissionError)}
+            with patched("os", **fakes if others else {}):
+                with patched("time", sleep=lambda seconds: None):
+                    queue.put(3, id="c")
+            for view in self.views(queue):
+                self.assertEqual(view.stats()[:4], (3, 0, 0, 0))
+                self.assertGreater(view.stats().damaged, 0)
+
+    def test_others_compact_between_append_and_sync(self):
+        """The put is acknowledged: the compaction has synced it."""
+        queue = self.open(fsync=True)
+        commit = queue._engine._commit
+
+        def late(ticket):
+            self.open().compact()
+            commit(ticket)
+
+        with mock.patch.object(queue._engine, "_commit", late):
+            queue.put(2, id="b")  # into a file that stays
+            queue.cancel("b")  # that is replaced
+        self.assertLetGo()
+        self.assertEqual(len(self.open()), 0)
+
+    def test_readers_share_a_descriptor(self):
+        """Another thread's read does not fall between a seek and its read."""
+        path = os.path.join(self.dir, "f")
+        pathlib.Path(path).write_bytes(b"0123456789")
+        file, found = tq._Fd(path, os.O_RDONLY), []
+
+        def lseek(fd, place, how):
+            place = os.lseek(fd, place, how)
+            if threading.current_thread() is threading.main_thread():
+                other.start()
+                other.join(0.05)
+            return place
+
+        other = threading.Thread(target=lambda: found.append(tq._pread(file.fd, 2, 8)))
+        with patched("os", lseek=lseek):
+            self.assertEqual(tq._pread(file.fd, 2, 3), b"34")
+            other.join()
+        self.assertEqual(found, [b"89"])
+
+    def test_a_file_replaced_under_an_iteration(self):
+        """jobs() says so, since its file could not stay open."""
+        queue = self.open()
+        queue.put_many([1, 2], ids=list("ab"))
+        jobs = queue.jobs()
+        next(jobs)
+        queue.stats()  # which lets go what was read
+        self.open().cancel("a")
+        self.open().compact()
+        with self.assertRaisesRegex(tq.QueueError, "call it again"):
+            next(jobs)
+        self.assertEqual([job.id for job in queue.jobs()], ["b"])
+
 
 # Lock: of the queue, and of its holders' lives
 # -----------------------------------------------------------------------------
@@ -5229,6 +6096,88 @@ class LockTest(Case):
             with self.assertRaisesRegex(tq.QueueError, "network file system"):
                 self.open().get()
         self.assertEqual(self.open().get().payload, 1)
+
+    def test_a_busy_thread_lock_times_out_too(self):
+        """A thread that waits for another thread's call gets LockTimeoutError."""
+        queue = self.open(lock_timeout=0.05)
+        writing, go = threading.Event(), threading.Event()
+        self.addCleanup(go.set)
+
+        def write(fd, data):
+            writing.set()
+            go.wait(PATIENCE)
+            return os.write(fd, data)
+
+        queue.put(1)
+        with patched("os", write=write):
+            thread = threading.Thread(target=queue.put, args=(2,))
+            thread.start()
+            writing.wait(PATIENCE)
+            self.assertRaises(tq.LockTimeoutError, queue.stats)
+            go.set()
+            thread.join()
+        self.assertDrains(queue, [1, 2])
+
+    def test_a_holder_that_the_system_does_not_tell(self):
+        """Without /proc/locks the error has no pid, and says who it can be."""
+        queue = self.open(lock_timeout=0.05)
+        queue.put(1)
+        child = self.spawn(hold_lock, self.path)
+        child.hear()
+
+        def opened(path, *args):
+            if path == "/proc/locks":
+                raise FileNotFoundError(errno.ENOENT, "no such file", path)
+            return os.open(path, *args)
+
+        with patched("os", open=opened):
+            with self.assertRaisesRegex(tq.LockTimeoutError, "another") as caught:
+                queue.put(2)
+        self.assertIsNone(caught.exception.pid)
+
+    def test_a_failing_flock_is_no_missing_one(self):
+        """EIO is reported as what it is, with no advice to do without."""
+        queue = self.open()
+        error = OSError(errno.EIO, "Input/output error")
+        with patched("fcntl", flock=mock.Mock(side_effect=error)):
+            with self.assertRaises(tq.QueueError) as caught:
+                queue.put(1)
+        self.assertEqual(caught.exception.errno, errno.EIO)
+        self.assertNotIn("cross_process_lock", str(caught.exception))
+
+    def lock_bytes(self, error=None):
+        """fcntl without locks of open file descriptions, or refusing them."""
+        names = {name: getattr(fcntl, name) for name in dir(fcntl)}
+        if error is None:
+            names = {key: names[key] for key in names if "OFD" not in key}
+            return mock.patch.object(tq, "fcntl", types.SimpleNamespace(**names))
+        return patched("fcntl", fcntl=mock.Mock(side_effect=error))
+
+    def test_without_locks_of_open_files_time_decides(self):
+        """An old kernel's, or another system's: a live lease is respected, and
+        one that ran out is over."""
+        old_kernel = OSError(errno.EINVAL, "Invalid argument")
+        for n, error in enumerate((None, old_kernel)):
+            clock = Clock()
+            with self.lock_bytes(error), clock.patch():
+                queue, other = (self.open(name=f"q{n}") for _ in range(2))
+                queue.put(1, id="a")
+                job = queue.get(lease_timeout=60.0)
+                self.assertIsNone(other.get())
+                self.assertEqual(other.reap_stale(), 0)
+                clock.jump(61, 61)
+                self.assertEqual(other.get().id, "a")
+                self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+
+    @unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "no such locks here")
+    def test_a_holder_s_lock_that_fails_fails_the_get(self):
+        """ENOLCK, say: the job is not leased without its proof of life."""
+        self.open().put(1, id="a")
+        with self.lock_bytes(OSError(errno.EIO, "Input/output error")):
+            with self.assertRaises(tq.QueueError) as caught:
+                self.open().get()
+        self.assertEqual(caught.exception.errno, errno.EIO)
+        self.assertEqual(self.open().find("a").state, "pending")
 
 
 @unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "proofs of life need Linux")
@@ -5577,6 +6526,43 @@ class HolderTest(Case):
                 clock.jump(jump)
                 self.assertEqual(queue.get().attempts, 2)
 
+    def test_a_renewal_keeps_the_count_of_dead_holders(self):
+        """A job whose holder died, renewed: the next death is its second."""
+        queue = self.open(backoff=lambda n: 60.0)
+        queue.put(1, id="a")
+        for renew in (False, True):
+            child = self.spawn(self.take_and_wait, self.path, renew)
+            child.hear()
+            child.kill()
+            eventually(lambda: not queue.stats().inflight or queue.reap_stale())
+            if not renew:
+                self.assertEqual(queue.stats()[:2], (1, 0))
+        self.assertEqual(queue.stats()[:2], (1, 1))  # after its backoff
+
+    @staticmethod
+    def take_and_wait(link, path, renew):
+        queue = tq.Queue(path, fsync=False)
+        job = queue.get()
+        if renew:
+            queue.extend(job)
+        link.tell()
+        link.hear()
+
+    def test_somebody_else_gives_back_first(self):
+        """What another object has given back meanwhile is not counted twice."""
+        queue, other = (self.open(max_retries=0) for _ in range(2))
+        queue.put(1, id="a")
+        queue.get(lease_timeout=60.0)
+        give_back = queue._engine.give_back
+
+        def late(verdicts):
+            self.assertEqual(other.reap_stale(0), 1)
+            return give_back(verdicts)
+
+        with mock.patch.object(queue._engine, "give_back", late):
+            self.assertEqual(queue.reap_stale(0), 0)
+        self.assertEqual(queue.find("a").state, "dead")
+
 
 @every_engine
 class ThreadsTest(Case):
@@ -5635,6 +6621,14 @@ class ThreadsTest(Case):
         queue = self.open(fsync=True)
         self.run_threads(*[lambda: [queue.put(n) for n in range(20)]] * 8)
         self.assertEqual(len(self.open()), 160)
+
+    def test_a_put_that_is_interrupted_before_it_works(self):
+        """The next put does not wait for it."""
+        queue = self.open(fsync=True)
+        with mock.patch.object(tq._Turns, "take", side_effect=KeyboardInterrupt):
+            self.assertRaises(KeyboardInterrupt, queue.put, 1)
+        queue.put(2)
+        self.assertDrains(self.open(), [2])
 
 
 @every_engine
@@ -5849,6 +6843,133 @@ if pid:
             for thread in threads:
                 thread.join(PATIENCE)
         self.assertEqual(queue.verify(), [])
+
+    def test_a_fork_that_python_does_not_know_of(self):
+        """Its child tells by its pid: it has ids and locks of its own."""
+        queue, closed = self.open(), self.open()
+        job = queue.put(1)
+        closed.put(2)
+        with patched("os", getpid=lambda: -1):
+            child = queue.put(3)
+            closed.close()
+        self.assertNotEqual(job.id.split("-")[0], child.id.split("-")[0])
+        self.assertRaises(tq.QueueClosedError, closed.get)
+        self.assertDrains(self.open(), [1, 2, 3])
+
+
+# Waking up
+# -----------------------------------------------------------------------------
+
+
+class FakeKqueue:
+    """select.kqueue for one file: its events are changes of size."""
+
+    def __init__(self):
+        self.fd, self.size = -1, 0
+
+    def control(self, changes, count, timeout=None):
+        for event in changes or ():
+            self.fd, self.size = event.ident, os.fstat(event.ident).st_size
+        deadline = time.monotonic() + (timeout or 0)
+        while count and time.monotonic() < deadline:
+            size = os.fstat(self.fd).st_size
+            if size != self.size:
+                self.size = size
+                return ["event"]
+            time.sleep(0.002)
+        return []
+
+
+class WakingTest(Case):
+    """A waiting get hears of a put by whatever the system has."""
+
+    def assertWakes(self, ear):
+        """A put of another object ends the waiting of a get, and time does."""
+        queue, other = self.open(), self.open()
+        queue.put(0)
+        self.assertDrains(queue, [0])
+        self.assertIsNone(queue.get(timeout=0.05))
+        self.assertIs(type(queue._engine._watch._ear), ear)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(queue.get(PATIENCE)))
+        thread.start()
+        eventually(lambda: queue._engine._watch._asking)
+        began = time.monotonic()
+        other.put(1)
+        thread.join()
+        self.assertLess(time.monotonic() - began, PATIENCE / 4)
+        self.assertEqual(found[0].payload, 1)
+
+    def test_kqueue(self):
+        """macOS and the BSDs, simulated."""
+        flags = "KQ_EV_ADD KQ_EV_CLEAR KQ_FILTER_VNODE KQ_NOTE_WRITE KQ_NOTE_EXTEND"
+        flags += " KQ_NOTE_ATTRIB KQ_NOTE_DELETE KQ_NOTE_RENAME"
+
+        def kevent(ident, filter, flags, fflags):
+            return types.SimpleNamespace(ident=ident)
+
+        fake = types.SimpleNamespace(kqueue=FakeKqueue, kevent=kevent)
+        fake.__dict__.update((name, 1 << n) for n, name in enumerate(flags.split()))
+        with mock.patch.dict(sys.modules, select=fake):
+            self.assertWakes(tq._Kqueue)
+
+    def libc(self, **fakes):
+        """A C library with other functions in the place of some."""
+        import ctypes
+
+        real = ctypes.CDLL(None, use_errno=True)
+        return mock.patch("ctypes.CDLL", lambda *_, **__: Patched(real, **fakes))
+
+    def on_linux(self):
+        if not sys.platform.startswith("linux"):
+            self.skipTest("no inotify here")
+
+    def test_no_inotify_instance_left(self):
+        """Then the file is polled."""
+        self.on_linux()
+        with self.libc(inotify_init1=lambda flags: -1):
+            self.assertWakes(tq._Ear)
+
+    def test_no_inotify_watch_left(self):
+        """Then, too."""
+        self.on_linux()
+        with self.libc(inotify_add_watch=lambda *args: -1):
+            self.assertWakes(tq._Ear)
+
+    def test_a_readiness_with_nothing_to_read(self):
+        """It costs another look."""
+        self.on_linux()
+        queue = self.open()
+        queue.put(0)
+        self.assertDrains(queue, [0])
+        self.assertIsNone(queue.get(timeout=0.01))
+        ear = queue._engine._watch._ear
+        with mock.patch.object(ear, "_poll") as poll:
+            poll.poll.side_effect = [[1], []]
+            self.assertTrue(ear.wait(0.0))
+            self.assertFalse(ear.wait(0.0))
+
+    def test_a_polled_file_that_is_gone(self):
+        """That is a change like any other."""
+        path = os.path.join(self.dir, "f")
+        pathlib.Path(path).write_bytes(b"")
+        ear = tq._Ear()
+        ear.arm(path, None)
+        self.assertFalse(ear.wait(0.0))
+        os.unlink(path)
+        self.assertTrue(ear.wait(0.0))
+
+    def test_a_queue_closed_between_looking_and_waiting(self):
+        """The get ends at once, with QueueClosedError."""
+        queue = self.open()
+        wait = queue._engine.wait
+
+        def late(seen, seconds):
+            queue.close()
+            wait(seen, seconds)
+
+        with mock.patch.object(queue._engine, "wait", late):
+            self.assertRaises(tq.QueueClosedError, queue.get, PATIENCE)
 
 
 # SQLite engine
@@ -12377,6 +13498,8 @@ def load_tests(loader, tests, pattern):
         and not any(isinstance(case, EnumerationsTest) for case in group)
         for case in group
     )
+    if LIGHT:
+        return suite
     EnumerationsTest.start()
     suite.addTest(EnumerationsTest("test_enumerations"))
     return suite

@@ -62,7 +62,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii as _quote
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, cast
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -1704,10 +1704,8 @@ class _FileCore(_Engine):
         index = self._index
         now = time.time()
         while index.read[data.file] < upto:
-            if data.inode is None:
-                return True
             start, mark = index.read[data.file], index.marks[data.file]
-            block = data.inode.lines(start - len(mark), len(mark), upto)
+            block = cast(_Inode, data.inode).lines(start - len(mark), len(mark), upto)
             if not block.startswith(mark):
                 index.discard()
                 return False
@@ -1741,6 +1739,8 @@ class _FileCore(_Engine):
         )
         index.damage.clear()
         self._try_compact()
+        if not index.loaded:
+            raise _StaleError  # forgotten, so there is nothing yet to work on
 
     # Compaction
 
@@ -1820,10 +1820,8 @@ class _FileCore(_Engine):
 
     def _record(self, key: bytes, entry: int) -> _Record:
         """Read a job's line again; it must still be what the index says."""
-        inode = self._store.files[_FILE_OF[entry & 7]].inode
-        if inode is None:
-            raise _StaleError
-        record = _read_record(inode.read(entry >> 64, (entry >> 32 & _MASK) - 1))
+        data = self._store.files[_FILE_OF[entry & 7]]
+        record = _read_record(data.bytes_at(entry >> 64, (entry >> 32 & _MASK) - 1))
         if record.key != key or record.rev != entry >> 3 & _REV_MASK:
             raise _StaleError
         return record
@@ -2157,9 +2155,7 @@ class _FileLeases(_FileCore):
     def _head(self, order: _Order) -> _Record | None:
         """The job at the head of an order; None if that was left by a change."""
         place = order.peek()
-        inode = self._store.files[0].inode
-        if inode is None:
-            raise _StaleError
+        inode = cast(_Inode, self._store.files[0].inode)
         record = _read_record(inode.line(place))
         entry = self._index.entries.get(record.key)
         if entry is None:
@@ -2542,12 +2538,11 @@ class _FileEngine(_FileMoves):
             keys = [key for _, key in index.live(2)]
         for key in keys:
             entry = index.entries.get(key, _DONE)
-            if entry & 7 == _DEAD:
-                record = self._record(key, entry)
-                record.fields["attempts"] = 0
-                yield self._pending(record, 0.0, record.fields.get("last_error"))
-            elif id is not None:
-                raise self._unknown(id, "dead")
+            if entry & 7 != _DEAD:  # only the one that was asked for can be so
+                raise self._unknown(cast(str, id), "dead")
+            record = self._record(key, entry)
+            record.fields["attempts"] = 0
+            yield self._pending(record, 0.0, record.fields.get("last_error"))
 
     def remove(self, id: str) -> bool:
         return bool(self._change_many(self._remove, [_key(id)]))
@@ -3521,11 +3516,26 @@ class _Inode:
 
     def open(self) -> None:
         """Open anew what Windows made us close (see _Store.let_go)."""
+        self.file = self._again()
+
+    def _again(self) -> _Fd:
         file = _open_file(self.path, os.O_RDWR | os.O_APPEND)
         info = os.fstat(file.fd)
         if (info.st_dev, info.st_ino) != self.ident:
             raise _StaleError
-        self.file = file
+        return file
+
+    def sync(self) -> None:
+        """Without the lock; so on Windows not by the descriptor that whoever
+        holds the lock closes, and none is left open."""
+        if not _WINDOWS:
+            _sync(self.file.fd)
+            return
+        try:
+            file = self._again()
+            _sync(file.fd)
+        except _StaleError:
+            pass  # replaced by a compaction, which syncs what it drops or copies
 
     def read(self, place: int, length: int) -> bytes:
         """Exactly these bytes, or _StaleError."""
@@ -3838,10 +3848,7 @@ class _Store:
                 size += len(block)
             if size:
                 _sync(file.fd)
-            if _WINDOWS:
-                old.file.close()
-                file.close()
-            _replace(data.temp, data.path)
+            _swap(data, old, inode)
         except BaseException:
             _unlink(data.temp)
             raise
@@ -3938,9 +3945,7 @@ class _Store:
         """Sync a file and its name, for all tickets issued so far."""
         target = inode.issued
         try:
-            if inode.file.fd < 0:
-                inode.open()
-            _sync(inode.file.fd)
+            inode.sync()
             if not inode.named:
                 self.sync_directory()
                 inode.named = True
@@ -3960,10 +3965,10 @@ class _Store:
     def make_durable(self) -> None:
         """Sync every data file as it stands, and their names (I4)."""
         for data in self.files:
-            if data.inode is not None:
-                self._sync_inode(data.inode)
-                if data.inode.failed:
-                    raise OSError(errno.EIO, "sync failed", data.path)
+            inode = cast(_Inode, data.inode)
+            self._sync_inode(inode)
+            if inode.failed:
+                raise OSError(errno.EIO, "sync failed", data.path)
 
     def sync_directory(self) -> None:
         """Make the names in the queue's directory durable."""
@@ -4022,12 +4027,15 @@ class _Store:
 # The few primitives that write, sync and replace
 # -----------------------------------------------------------------------------
 
+_SEEKING = threading.Lock()
+
 
 def _pread(fd: int, length: int, place: int) -> bytes:
     if hasattr(os, "pread"):
         return os.pread(fd, length, place)
-    os.lseek(fd, place, os.SEEK_SET)
-    return os.read(fd, length)
+    with _SEEKING:  # threads share the descriptor, and so its place
+        os.lseek(fd, place, os.SEEK_SET)
+        return os.read(fd, length)
 
 
 def _write(fd: int, block: bytes) -> None:
@@ -4072,14 +4080,29 @@ def _sync_ancestors(path: str) -> None:
 
 def _replace(source: str, target: str) -> None:
     """os.replace; Windows refuses for as long as somebody has a file open."""
-    for pause in (0.001, 0.01, 0.05, 0.1, None):
+    for pause in (0.001, 0.01, 0.05, 0.1):
         try:
             os.replace(source, target)
             return
         except PermissionError:
-            if pause is None:
-                raise
-        time.sleep(pause)
+            time.sleep(pause)
+    os.replace(source, target)
+
+
+def _swap(data: _Data, old: _Inode, new: _Inode) -> None:
+    """Put a temp file in the place of the old file; on Windows both are closed
+    for that, and what is there then is open again: more may follow."""
+    if not _WINDOWS:
+        _replace(data.temp, data.path)
+        return
+    old.file.close()
+    new.file.close()
+    try:
+        _replace(data.temp, data.path)
+    except OSError:
+        old.open()
+        raise
+    new.open()
 
 
 def _unlink(path: str) -> None:
@@ -4302,9 +4325,7 @@ class _FileLock:
 
     def spend_ballast(self) -> bool:
         """Give the ballast's space to the disk; False if it was spent."""
-        file = self._file
-        if file is None or self.readonly:
-            return False
+        file = cast(_Fd, self._file)
         self._lay_at = time.monotonic() + 10.0
         if os.fstat(file.fd).st_size == 0:
             return False
@@ -4375,7 +4396,7 @@ def _unlock(fd: int) -> None:
 def _flock_pid(inode: int) -> int | None:
     """Who holds a flock, where the system tells (Linux: /proc/locks)."""
     try:
-        file = _Fd("/proc/locks", os.O_RDONLY | os.O_CLOEXEC)
+        file = _open_file("/proc/locks", os.O_RDONLY)
         table = _pread(file.fd, _MIB, 0).decode()
     except OSError:
         return None
@@ -7111,8 +7132,7 @@ class _Slot:
         """Let go of a process that ended, with its status."""
         process = cast("subprocess.Popen[bytes]", self.process)
         self._reader.join(0.5)  # its last reports
-        if process.stdin is not None:
-            process.stdin.close()
+        cast(IO[bytes], process.stdin).close()
         self.process = None
         return process, process.wait()
 
@@ -7211,8 +7231,9 @@ class _Supervisor:
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         """Stop a worker by its pipe, which says it once: systemd signals the
         workers too, and a second signal means to give running jobs back."""
-        if process.stdin is not None and not process.stdin.closed:
-            process.stdin.close()
+        pipe = cast(IO[bytes], process.stdin)
+        if not pipe.closed:
+            pipe.close()
         elif _WINDOWS:
             process.kill()
         else:
