@@ -1995,6 +1995,7 @@ class _FileLeases(_FileCore):
         index, data = self._index, self._store.files[0]
         if self._store.look(data) or index.dirty:
             index.discard()
+            index.dirty = False
         jobs, changes = self._new_jobs(new, [1] * len(new), many)
         return jobs, self._append(data, changes, durable=True)
 
@@ -3130,11 +3131,15 @@ class _Index:
         self.burnt: dict[bytes, int] = {}
         self.careful = False  # a checksum proved not to be enough
         self.discard()
+        self.dirty = False
 
     def discard(self) -> None:
-        """Forget all but the revs that failed writes have used up."""
+        """Forget all but the revs that failed writes have used up.
+
+        It stays dirty until whoever reads it anew, or leaves it empty, is done.
+        """
+        self.dirty = True
         self.loaded = False  # whether anything was ever read
-        self.dirty = False
         self.read = [0, 0, 0]  # how far each file is indexed
         self.marks = [b"", b"", b""]  # the last bytes before that
         self.live_of = [0, 0, 0]  # bytes of live records
@@ -4245,7 +4250,8 @@ class _FileLock:
         self._file = file
 
     def _make_directory(self) -> None:
-        """Make the queue's directory, mode 0700, and durable ways to it."""
+        """Make the queue's directory, mode 0700.  The first acknowledgement
+        makes the way to it durable, whoever made it (sync_directory)."""
         missing = []
         path = os.path.dirname(self.path)
         while not os.path.isdir(path):
@@ -4256,8 +4262,6 @@ class _FileLock:
                 os.mkdir(path, 0o700 if path == missing[0] else 0o777)
             except FileExistsError:
                 pass  # another process starts at the same moment
-            if not _WINDOWS:
-                _sync_path(os.path.dirname(path))
 
     def _flock(self, fd: int) -> None:
         """Take the flock; say so where there is none."""
