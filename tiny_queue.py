@@ -4458,7 +4458,10 @@ _LITE_LAST_TURN = """SELECT  -- leases stand in the order in which they were giv
 _LITE_LEASE = """UPDATE  -- I6: the token is new at each lease
     tiny_queue_jobs SET rev = rev + 1, state = 'inflight', attempts = attempts + 1,
     lapses = ?, last_error = ?, token = ?, holder = ?, clock = ?, leased_at = ?,
-    renewed_at = ?, lease_until = ?, turn = ?, was = NULL WHERE place = ?"""
+    renewed_at = ?, lease_until = ?, was = NULL, turn = 1 + (
+        SELECT coalesce(max(turn), 0) FROM tiny_queue_jobs
+        WHERE queue = ? AND state = 'inflight'
+    ) WHERE place = ?"""
 _LITE_LEASES = """SELECT  -- what tells whose lease is over, in their order
     id, rev, attempts, priority, max_retries, lapses, holder, clock, renewed_at,
     lease_until - renewed_at FROM tiny_queue_jobs
@@ -4746,7 +4749,7 @@ class _LiteCore(_Engine):
         self._db = None  # a cursor of the connection
         self._ident: tuple[int, int] | None = None  # of the file that it has open
         self._readable = self._writable = False  # what was seen to
-        self._synchronous = ""
+        self._synchronous: bool | None = None
 
     def forked(self) -> None:
         self._lock.reset()
@@ -4789,15 +4792,17 @@ class _LiteCore(_Engine):
             ident = (info.st_dev, info.st_ino)
         except FileNotFoundError:
             ident = None
+        if self._ident == ident and (self._writable or self._readable > write):
+            return self._db
         if self._db is not None and self._ident != ident:
             self._disconnect()  # what is open has no name any more
         if self._db is None:
             if ident is None and not write:
                 return None
             self._connect(write)
-        if write and not self._writable:
+        if write:
             self._prepare()
-        if not self._readable:
+        elif not self._readable:
             self._readable = self._known(self._db)
         return self._db if self._readable else None
 
@@ -4861,10 +4866,8 @@ class _LiteCore(_Engine):
 
     def _set_synchronous(self, full: bool) -> None:
         """FULL syncs the log at each commit, NORMAL when it is full."""
-        wanted = "FULL" if full else "NORMAL"
-        if self._synchronous != wanted:
-            self._db.execute(f"PRAGMA synchronous = {wanted}")
-            self._synchronous = wanted
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+        self._synchronous = full
 
     def _version(self) -> object:
         """What each commit changes, those of this connection included."""
@@ -4900,7 +4903,8 @@ class _LiteCore(_Engine):
         try:
             if not lock.threads().acquire(timeout=lock.timeout):
                 raise self._timed_out()
-            self._check_open()
+            if self._closed:
+                raise self._is_gone()
             return self._patiently(body, args, write, synced, nothing)
         except self._driver.Error as exc:
             raise self._refused(exc) from exc
@@ -4910,27 +4914,14 @@ class _LiteCore(_Engine):
             if lock.mine():
                 lock.threads().release()
 
-    def _patiently(
-        self,
-        body: Callable[..., Any],
-        args: Any,
-        write: bool,
-        synced: bool,
-        nothing: Any,
-    ) -> Any:
+    def _patiently(self, *args: Any) -> Any:
         """Try again while others have the database locked: SQLite's own
         waiting sleeps up to 100 ms at a time."""
         deadline = time.monotonic() + self._lock.timeout
         pause = 50e-6
         while True:
             try:
-                db = self._connected(write)
-                if db is None:
-                    return nothing
-                if not write:
-                    return self._transaction("BEGIN", body, *args)
-                self._set_synchronous(self._fsync and synced)
-                return self._transaction("BEGIN IMMEDIATE", body, *args)
+                return self._attempt(*args)
             except self._driver.OperationalError as exc:
                 if not _lite_busy(exc):
                     raise
@@ -4939,6 +4930,23 @@ class _LiteCore(_Engine):
             time.sleep(pause)
             pause = min(pause * 1.5, 1e-3)
 
+    def _attempt(
+        self,
+        body: Callable[..., Any],
+        args: Any,
+        write: bool,
+        synced: bool,
+        nothing: Any,
+    ) -> Any:
+        db = self._connected(write)
+        if db is None:
+            return nothing
+        if not write:
+            return self._transaction("BEGIN", body, *args)
+        if self._synchronous is not (self._fsync and synced):
+            self._set_synchronous(self._fsync and synced)
+        return self._transaction("BEGIN IMMEDIATE", body, *args)
+
     def _transaction(self, begin: str, body: Callable[..., Any], *args: Any) -> Any:
         db = self._db
         try:
@@ -4946,15 +4954,15 @@ class _LiteCore(_Engine):
             result = body(db, *args)
             db.execute("COMMIT")
             return result
-        finally:
+        except BaseException:
             if db.connection.in_transaction:
                 db.execute("ROLLBACK")
+            raise
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise QueueClosedError(
-                f"queue {self.path!r} is closed; make a new Queue", path=self.path
-            )
+    def _is_gone(self) -> QueueClosedError:
+        return QueueClosedError(
+            f"queue {self.path!r} is closed; make a new Queue", path=self.path
+        )
 
     def _timed_out(self) -> LockTimeoutError:
         return LockTimeoutError(
@@ -4990,7 +4998,8 @@ class _LiteCore(_Engine):
         """
         if self._pid != os.getpid():
             self.forked()
-        self._check_open()
+        if self._closed:
+            raise self._is_gone()
         driver = self._driver
         if not isinstance(connection, driver.Connection):
             raise TypeError(
@@ -5110,24 +5119,22 @@ class _LiteLeases(_LiteCore):
                 return [job] if exist_ok else self._duplicate(job)
         now = time.time()
         jobs = [self._new_job(item, now) for item in new]
-        db.executemany(
-            _LITE_INSERT,
-            [
-                (
-                    self._name,
-                    _to_column(job.id),
-                    random.getrandbits(48),  # so that an id put again has another
-                    "delayed" if job.run_at else "ready",
-                    job.priority,
-                    now,
-                    job.run_at,
-                    item.max_retries,
-                    item.text,
-                )
-                for item, job in zip(new, jobs)
-            ],
-        )
+        rows = [self._new_row(item, job) for item, job in zip(new, jobs)]
+        db.executemany(_LITE_INSERT, rows)
         return jobs
+
+    def _new_row(self, item: _New, job: Job) -> tuple[object, ...]:
+        return (
+            self._name,
+            job.id if item.id is None else _to_column(item.id),
+            random.getrandbits(48),  # so that an id put again has another
+            "delayed" if job.run_at else "ready",
+            job.priority,
+            job.created_at,
+            job.run_at,
+            item.max_retries,
+            item.text,
+        )
 
     def _new_job(self, item: _New, now: float) -> Job:
         run_at = 0.0
@@ -5135,14 +5142,14 @@ class _LiteLeases(_LiteCore):
             run_at = item.at if item.at > now else 0.0
         elif item.delay:
             run_at = now + item.delay
+        retries = item.max_retries
+        if retries is None:
+            retries = self._max_retries
         return Job(
             self._fresh() if item.id is None else item.id,
-            item.payload,
-            priority=item.priority,
-            created_at=now,
-            run_at=run_at,
-            max_retries=self._retries(item.max_retries),
-        )
+            item.payload, "pending", 0, item.priority, now, run_at,
+            max_retries=retries,
+        )  # fmt: skip
 
     def _fresh(self) -> str:
         """An id or token: unique by a random prefix of this process."""
@@ -5222,13 +5229,12 @@ class _LiteLeases(_LiteCore):
             return [], undecided, self._next_due(db), self._data_version(db)
         holder = self._live_holder() if held else None
         number = holder.number if holder else 0
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
         jobs, leases = [], []
         for row, lapses in picks:
-            turn, token = turn + 1, self._fresh()
-            stamp = (token, number, clock, now, now, now + seconds, turn, row.place)
+            token, until = self._fresh(), now + seconds
+            stamp = (token, number, clock, now, now, until, self._name, row.place)
             try:
-                jobs.append(self._leased_job(row, token, now, now + seconds, holder))
+                jobs.append(self._leased_job(row, token, now, until, holder))
                 leases.append((lapses, row.last_error, *stamp))
             except (TypeError, ValueError, RecursionError) as exc:
                 note = _to_column(f"its payload is not JSON: {exc}")
@@ -5285,6 +5291,13 @@ class _LiteLeases(_LiteCore):
     def _live_holder(self) -> _Holder | None:
         """This object's proof of life, on the lock file that is there now."""
         lock, holder = self._lock, self._holder
+        if holder is not None and holder.file.fd >= 0:
+            try:
+                info = os.lstat(lock.path)
+                if holder.ident == (info.st_dev, info.st_ino):
+                    return holder
+            except FileNotFoundError:
+                pass  # it is made anew
         lock.acquire(True, self._is_closed)
         try:
             if holder is None or holder.ident != lock.ident or holder.file.fd < 0:
