@@ -46,6 +46,7 @@ import select
 import shutil
 import signal
 import socket
+import sqlite3
 import stat
 import struct
 import subprocess
@@ -309,13 +310,132 @@ class FullDisk:
         return os.write(fd, bytes(data)[:free])
 
 
+class Place:
+    """Where an engine keeps its queues in a test, and what is there.
+
+    This one is a directory.  Others are listed in PLACES; the tests of classes
+    under @every_engine run on each, unchanged.
+    """
+
+    name = "File"
+    engine = tq._FileEngine
+
+    def where(self, folder):
+        """What Queue gets, in a fresh folder; `clean` is called at the end."""
+        return os.path.join(folder, "jobs")
+
+    def clean(self, where):
+        pass  # the folder is removed anyway
+
+    def exists(self, where):
+        """Whether anything at all was made there."""
+        return os.path.exists(where)
+
+    def raw(self, where):
+        """All that is stored, read without the module; equal if unchanged."""
+        return tree(where)
+
+    def begun(self, where, pid):
+        """Whether a process that is to use a queue has got as far as that."""
+        return os.path.exists(where)
+
+    def census(self, where, name="default"):
+        """Each job's state and attempts, read without the module."""
+        return {
+            id: (state, fields.get("attempts", 0))
+            for id, (state, fields) in census(where, name).items()
+        }
+
+
+class SqlitePlace(Place):
+    """A database file, opened by its URL."""
+
+    name = "Sqlite"
+    engine = tq._LiteEngine
+
+    def where(self, folder):
+        return f"sqlite:///{folder}/jobs.db"
+
+    def exists(self, where):
+        return os.path.exists(where[len("sqlite:///") :])
+
+    def begun(self, where, pid):
+        try:
+            return "_sqlite3" in pathlib.Path(f"/proc/{pid}/maps").read_text()
+        except FileNotFoundError:  # not Linux
+            return True
+
+    def connect(self, where):
+        """The application's own connection, outside of a transaction."""
+        return sqlite3.connect(where[len("sqlite:///") :], timeout=PATIENCE)
+
+    def rows(self, where, table):
+        if not self.exists(where):
+            return []
+        with contextlib.closing(self.connect(where)) as db:
+            db.row_factory = sqlite3.Row
+            return [dict(row) for row in db.execute(f"SELECT * FROM {table}")]
+
+    def raw(self, where):
+        tables = ("tiny_queue_queues", "tiny_queue_jobs")
+        return [self.rows(where, table) for table in tables]
+
+    def census(self, where, name="default"):
+        shown = {"ready": "pending", "delayed": "pending"}
+        return {
+            row["id"]: (shown.get(row["state"], row["state"]), row["attempts"])
+            for row in self.rows(where, "tiny_queue_jobs")
+            if row["queue"] == name
+        }
+
+
+PLACES = [Place(), SqlitePlace()]
+
+
+def every_engine(case=None, *, only=None, needs="", **settings):
+    """Run a class's tests on each engine: for files under its own name, for
+    others with theirs behind it.
+
+    `only` names the tests that others run, `needs` a flag of their engine;
+    settings are attributes of their classes.
+    """
+    if case is None:
+        return functools.partial(every_engine, only=only, needs=needs, **settings)
+    for place in PLACES[1:]:
+        if needs and not getattr(place.engine, needs):
+            continue
+        name = f"{case.__name__}{place.name}"
+        members = {"place": place, "__module__": __name__, **settings}
+        for test in dir(case):
+            if test.startswith("test_"):
+                if hasattr(getattr(case, test), "of_files") or test not in (
+                    only or [test]
+                ):
+                    members[test] = None
+        TWINS.append(type(name, (case,), members))
+        globals()[name] = TWINS[-1]
+    return None if needs and not getattr(tq._FileEngine, needs) else case
+
+
+TWINS: list[type] = []  # the classes that it made
+
+
+def of_files(test):
+    """Mark a test that is about bytes in files."""
+    test.of_files = True
+    return test
+
+
 class Case(unittest.TestCase):
     """A test with a fresh directory; what it opens and spawns is ended."""
+
+    place = PLACES[0]
 
     def setUp(self):
         self.dir = tempfile.mkdtemp(prefix="tq-")
         self.addCleanup(shutil.rmtree, self.dir, True)
-        self.path = os.path.join(self.dir, "jobs")
+        self.path = self.place.where(self.dir)
+        self.addCleanup(self.place.clean, self.path)
         logger = logging.getLogger("tiny_queue")
         level = logger.level
         logger.setLevel(logging.CRITICAL)
@@ -839,12 +959,13 @@ class NamesTest(Case):
                 self.assertEqual(len(view), 1)
             self.assertDrains(queue, [queue.name])
 
-    def test_a_url_names_no_engine_yet(self):
-        """A path with :// is a URL, refused with its scheme, never a file."""
-        with self.assertRaisesRegex(ValueError, "redis"):
+    def test_an_unknown_scheme_is_refused_with_the_known(self):
+        """A path with :// is a URL, never a file."""
+        with self.assertRaisesRegex(ValueError, "'redis'.*sqlite://"):
             tq.Queue("redis://host/0")
 
 
+@every_engine
 class PayloadsTest(Case):
     def test_what_json_cannot_hold_is_refused(self):
         """Unfaithful payloads raise at put, with zero bytes written."""
@@ -852,7 +973,7 @@ class PayloadsTest(Case):
         circle.append(circle)
         queue = self.open()
         queue.put("before")
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for bad in (
             datetime.datetime.now(), b"x", {1, 2}, decimal.Decimal(1), object(),
             circle, {(1, 2): 3}, math.nan, {"a": [[math.inf]]}, -math.inf, len,
@@ -860,7 +981,7 @@ class PayloadsTest(Case):
         ):  # fmt: skip
             with self.subTest(type(bad)):
                 self.assertRaises((TypeError, ValueError), queue.put, bad)
-                self.assertEqual(tree(self.dir), before)
+                self.assertEqual(self.place.raw(self.path), before)
         queue.put("after")
         self.assertDrains(queue, ["before", "after"])
 
@@ -907,25 +1028,35 @@ class PayloadsTest(Case):
             self.assertEqual(next(view.jobs()).payload, {"a": [1]})
 
     def test_any_text_comes_back_as_it_was(self):
-        """Surrogates, separators and controls survive in payload and error;
-        the file stays one UTF-8 line per job."""
-        texts = [
-            "\udcff", "\x00", "\U0001f600", "\u2028\u2029", "\x85", "\x0b\x0c\x1c",
-            "\r\n", '"\\', "\ufeff", "{[", ',"crc":"00000000"}', "\x7f\x80\x9f",
-        ]  # fmt: skip
+        """Surrogates, separators and controls survive in payload and error."""
+        texts = self.TEXTS
         queue = self.open(max_retries=0)
         for text in texts:
             queue.put({text: text})
-        lines = file_lines(self.path, "pending")
-        self.assertEqual(len(lines), len(texts))
         for text in texts:
             job = queue.get()
             self.assertEqual(job.payload, {text: text})
             queue.task_done(job, False, text)
         for view in self.views(queue):
             dead = list(view.dead_letter())
-            self.assertEqual([job.last_error for job in dead], texts)
+            self.assertEqual([job.last_error for job in dead], list(texts))
             self.assertEqual([job.payload for job in dead], [{t: t} for t in texts])
+
+    TEXTS = (
+        "\udcff", "\x00", "\U0001f600", "\u2028\u2029", "\x85", "\x0b\x0c\x1c",
+        "\r\n", '"\\', "\ufeff", "{[", ',"crc":"00000000"}', "\x7f\x80\x9f", '"',
+        '"a"', "\\x", "\udcff\\", "",
+    )  # fmt: skip
+
+    @of_files
+    def test_any_text_is_one_line(self):
+        """The file stays one sound UTF-8 line per job, whatever the text."""
+        queue = self.open(max_retries=0)
+        for text in self.TEXTS:
+            queue.put({text: text})
+        self.assertEqual(len(file_lines(self.path, "pending")), len(self.TEXTS))
+        for text in self.TEXTS:
+            queue.task_done(queue.get(), False, text)
         for state in STATES:
             self.assertNotIn(None, map(read_line, file_lines(self.path, state)))
 
@@ -972,6 +1103,7 @@ class PayloadsTest(Case):
             self.assertRaises(ValueError, queue.put, 10**5000)
 
 
+@every_engine
 class LifeTest(Case):
     """Every arrow of the state diagram."""
 
@@ -984,8 +1116,7 @@ class LifeTest(Case):
                 found.append((job.state, job.attempts))
             except tq.JobNotFoundError:
                 found.append(None)
-        record = census(self.path).get(id)
-        found.append(record and (record[0], record[1].get("attempts", 0)))
+        found.append(self.place.census(self.path).get(id))
         self.assertEqual(found, [found[0]] * 3)
         return found[0]
 
@@ -1151,10 +1282,10 @@ class LifeTest(Case):
             self.assertRaises(tq.LeaseLostError, call, job)
         other.task_done(held)
         queue.task_done(job)
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for success in (True, False):
             self.assertRaises(tq.LeaseLostError, queue.task_done, job, success)
-        self.assertEqual(tree(self.dir), before)
+        self.assertEqual(self.place.raw(self.path), before)
 
     def test_an_old_token_cannot_settle_a_new_delivery(self):
         """The token alone is the fence, even in one process (I6)."""
@@ -1238,6 +1369,7 @@ class LifeTest(Case):
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
 
+@every_engine
 class RetryTest(Case):
     def test_the_backoff_is_asked_with_the_attempt(self):
         """backoff(1), backoff(2), ... and the instant is recorded."""
@@ -1269,6 +1401,7 @@ class RetryTest(Case):
                 self.assertEqual((job.state, job.last_error), ("pending", "e"))
                 self.assertTrue(0 <= job.run_at <= 1e9 + 1e9 + 1)
 
+    @of_files
     def test_a_huge_attempt_count_is_survived(self):
         """A job of 5000 attempts fails with a capped delay."""
         self.write(
@@ -1303,6 +1436,7 @@ class RetryTest(Case):
         self.assertLess(len(queue.find("a").last_error), 70_000)
 
 
+@every_engine
 class OrderTest(Case):
     def test_fifo_whatever_the_clock_does(self):
         """Frozen or running backwards, the order of get is that of put."""
@@ -1341,7 +1475,7 @@ class OrderTest(Case):
         self.assertDrains(queue, want[3:])
 
     def test_order_is_that_of_the_file_after_reopening(self):
-        """A retried and a released job go last, now and after a restart."""
+        """A retried and a released job go last, after a restart too."""
         queue = self.open(backoff=lambda n: 0)
         queue.put_many(list("abcd"))
         a, b = queue.get_many(2)
@@ -1349,7 +1483,8 @@ class OrderTest(Case):
         queue.release(a)
         for view in self.views(queue):
             self.assertEqual([job.payload for job in view.jobs()], list("cdba"))
-        queue.compact()
+        if self.place.engine.can_compact:
+            queue.compact()
         self.assertDrains(self.open(), "cdba")
 
     def test_a_delayed_job_never_holds_up_a_ready_one(self):
@@ -1394,6 +1529,7 @@ class OrderTest(Case):
         self.assertEqual(queue.get_many(1), [])
 
 
+@every_engine
 class DelayTest(Case):
     def setUp(self):
         super().setUp()
@@ -1470,6 +1606,7 @@ class DelayTest(Case):
         self.assertEqual(self.open().stats().next_due, 1e9 + 50)
 
 
+@every_engine
 class IdsTest(Case):
     def test_an_id_is_taken_until_success(self):
         """pending, delayed, inflight and dead block put(); success frees."""
@@ -1495,12 +1632,14 @@ class IdsTest(Case):
         """put(exist_ok=True) is put or find, with nothing written."""
         queue = self.open()
         job = queue.put(1, id="x", priority=4)
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for view in self.views(queue):
             self.assertEqual(view.put(2, id="x", exist_ok=True), job)
+        self.assertEqual(self.place.raw(self.path), before)
         queue.get()
+        before = self.place.raw(self.path)
         self.assertEqual(queue.put(3, id="x", exist_ok=True).state, "inflight")
-        self.assertEqual(file_bytes(self.path, "pending"), list(before.values())[0])
+        self.assertEqual(self.place.raw(self.path), before)
         self.assertEqual(queue.put(5, id="y", exist_ok=True).payload, 5)
 
     def test_generated_ids_never_repeat(self):
@@ -1556,6 +1695,7 @@ class IdsTest(Case):
         self.assertIsNone(queue.put(1, id="x").last_error)
 
 
+@every_engine
 class PutManyTest(Case):
     def test_returns_the_jobs_in_order(self):
         """Each payload's job, with its id, delay and priority."""
@@ -1573,20 +1713,21 @@ class PutManyTest(Case):
     def test_empty_writes_nothing(self):
         """An empty iterable returns [] and does not touch the disk."""
         self.assertEqual(self.open().put_many([]), [])
-        self.assertFalse(os.path.exists(self.path))
+        self.assertFalse(self.place.exists(self.path))
 
     def test_one_living_id_refuses_all(self):
         """A duplicate adds nothing, the other ids included."""
         queue = self.open()
         queue.put(0, id="b")
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         with self.assertRaises(tq.DuplicateJobError) as caught:
             queue.put_many([1, 2, 3], ids=["a", "b", "c"])
         self.assertEqual(caught.exception.id, "b")
-        self.assertEqual(tree(self.dir), before)
+        self.assertEqual(self.place.raw(self.path), before)
         queue.put_many([1, 3], ids=["a", "c"])
         self.assertDrains(self.open(), [0, 1, 3])
 
+    @of_files
     def test_one_write_and_one_sync(self):
         """However many jobs, the kernel is asked to write and sync once."""
         queue = self.open(fsync=True)
@@ -1601,6 +1742,7 @@ class PutManyTest(Case):
             queue.put_many(range(1000))
         self.assertEqual((len(writes), len(syncs)), (1, 1))
 
+    @of_files
     def test_a_torn_batch_leaves_nothing(self):
         """Cut at any byte, a put_many is not there at all, and the job before
         it is; its bytes are kept."""
@@ -1618,6 +1760,7 @@ class PutManyTest(Case):
             fresh.close()
             self.assertDrains(tq.Queue(self.path, fsync=False), ["first", "next"])
 
+    @of_files
     def test_a_batch_that_lacks_only_its_newline_is_whole(self):
         """The last line is sound: all jobs are there."""
         self.open().put_many(["a", "b", "c"])
@@ -1629,6 +1772,7 @@ class PutManyTest(Case):
         self.assertDrains(self.open(), "abcd")
 
 
+@every_engine
 class ViewsTest(Case):
     def fill(self):
         queue = self.open(backoff=lambda n: 0)
@@ -1655,18 +1799,26 @@ class ViewsTest(Case):
             self.assertEqual([job.id for job in view.dead_letter()], ["a", "c"])
 
     def test_stats_and_len_equal_the_census(self):
-        """Counts are those of the files; len() counts pending."""
+        """Counts are those of what is stored; len() counts pending."""
         queue = self.fill()
         for view in self.views(queue):
             stats = view.stats()
             self.assertIsInstance(stats, tq.Stats)
             self.assertEqual(stats[:5], (4, 1, 1, 2, 0))
             self.assertEqual(len(view), 4)
-            size = sum(len(file_bytes(self.path, state)) for state in STATES)
-            self.assertEqual(stats.bytes, size)
-        states = collections.Counter(state for state, _ in census(self.path).values())
+            self.assertGreater(stats.bytes, 100)
+        found = self.place.census(self.path).values()
+        states = collections.Counter(state for state, _ in found)
         self.assertEqual(states, {"pending": 4, "inflight": 1, "dead": 2})
 
+    @of_files
+    def test_bytes_are_those_of_the_files(self):
+        """stats().bytes is the size of the three data files."""
+        queue = self.fill()
+        size = sum(len(file_bytes(self.path, state)) for state in STATES)
+        self.assertEqual(queue.stats().bytes, size)
+
+    @of_files
     def test_stats_fields(self):
         """The NamedTuple has the documented fields, in that order."""
         want = "pending delayed inflight dead damaged oldest next_due bytes"
@@ -1686,7 +1838,8 @@ class ViewsTest(Case):
         first = next(iterator)
         self.assertDrains(queue, "def")
         queue.purge("pending")
-        queue.compact()
+        if self.place.engine.can_compact:
+            queue.compact()
         self.assertEqual(
             [first.id] + [job.id for job in iterator], "d e f late".split()
         )
@@ -1694,12 +1847,12 @@ class ViewsTest(Case):
     def test_looking_writes_nothing(self):
         """Inspection changes no byte of a sound queue."""
         queue = self.fill()
-        before = tree(self.dir)
+        before = self.place.raw(self.path)
         for view in self.views(queue):
             for look in (view.stats, view.jobs, view.verify, view.dead_letter):
                 list(look())
             self.assertEqual((len(view), view.find("b").id), (4, "b"))
-            self.assertEqual(tree(self.dir), before)
+            self.assertEqual(self.place.raw(self.path), before)
 
     def test_looking_at_nothing_creates_nothing(self):
         """A queue that was never written to is empty, and stays nowhere."""
@@ -1708,7 +1861,7 @@ class ViewsTest(Case):
         self.assertEqual(list(queue.jobs()), [])
         self.assertEqual(queue.verify(), [])
         self.assertRaises(tq.JobNotFoundError, queue.find, "a")
-        self.assertFalse(os.path.exists(self.path))
+        self.assertFalse(self.place.exists(self.path))
 
     def test_others_see_a_change_at_once(self):
         """Long-lived objects follow each other's changes."""
@@ -1722,6 +1875,7 @@ class ViewsTest(Case):
         self.assertEqual(one.stats()[:4], two.stats()[:4])
 
 
+@every_engine
 class WaitingTest(Case):
     def test_zero_does_not_wait(self):
         """get() and get(0) return at once."""
@@ -1737,6 +1891,7 @@ class WaitingTest(Case):
         self.assertIsNone(self.open().get(timeout=0.3))
         self.assertTrue(0.3 <= time.monotonic() - start < 0.8)
 
+    @of_files
     def test_a_jump_of_the_wall_clock_does_not_change_a_timeout(self):
         """Timeouts are measured by the monotonic clock."""
         for step in (-3600.0, 3600.0):
@@ -1799,12 +1954,20 @@ class WaitingTest(Case):
         queue.put(1, delay=3600)
         queue.put(2)
         self.assertTrue(queue.get())
-        before = {s: os.stat(file_of(self.path, s)).st_mtime_ns for s in STATES}
+        before = self.place.raw(self.path), self.written()
         cpu = time.process_time()
         self.assertIsNone(self.open().get(timeout=1.0))
         self.assertLess(time.process_time() - cpu, 0.3)
-        after = {s: os.stat(file_of(self.path, s)).st_mtime_ns for s in STATES}
-        self.assertEqual(after, before)
+        self.assertEqual((self.place.raw(self.path), self.written()), before)
+
+    def written(self):
+        """When each file here was last written to."""
+        return {
+            entry.name: entry.stat().st_mtime_ns
+            for folder, _, _ in os.walk(self.dir)
+            for entry in os.scandir(folder)
+            if entry.name.endswith((".jsonl", ".db", "-wal"))
+        }
 
     def test_many_threads_wait_on_one_object(self):
         """Each of several jobs ends the wait of one thread."""
@@ -1814,6 +1977,7 @@ class WaitingTest(Case):
         self.assertEqual(sorted(job.payload for job in found), [0, 1, 2, 3])
 
 
+@every_engine
 class CloseTest(Case):
     def test_with_closes(self):
         """A with block closes; closing twice is fine."""
@@ -1848,6 +2012,7 @@ class CloseTest(Case):
     def test_close_while_another_thread_waits(self):
         """A get that waits is ended by close() with QueueClosedError."""
         queue, ended = self.open(), []
+        queue.put(1, delay=3600)
 
         def wait():
             try:
@@ -1872,6 +2037,7 @@ class CloseTest(Case):
         queue.task_done(job)
 
 
+@every_engine
 class PicklingTest(Case):
     def test_a_queue_pickles_to_its_arguments(self):
         """Pickle and deepcopy make a new object of the same queue."""
@@ -1921,6 +2087,7 @@ class PicklingTest(Case):
         self.assertEqual(rest, [f"n{n}" for n in range(len(rest))])
 
 
+@every_engine
 class ReentranceTest(Case):
     def test_no_lock_is_held_across_user_code(self):
         """A backoff that puts, and changes while iterating, all work."""
@@ -1973,12 +2140,14 @@ print(sorted(job.payload for job in queue.jobs()))
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         return done.stdout.splitlines()
 
+    @of_files
     def test_a_signal_handler_under_the_lock_gets_a_clear_error(self):
         """A put inside a put of the same thread is refused, not a deadlock."""
         told, payloads = self.interrupt("write")
         self.assertIn("signal handler", told)
         self.assertEqual(payloads, "['first', 'outer']")
 
+    @of_files
     def test_a_signal_handler_during_the_sync_does_not_hang(self):
         """A put while the same thread waits for the disk ends, well or with a
         clear error."""
@@ -2172,9 +2341,13 @@ def quick(attempt):
 class WorkerCase(unittest.TestCase):
     """A queue and a worker that ends when there is nothing left."""
 
+    place = PLACES[0]
+
     def setUp(self):
-        self.path = os.path.join(tempfile.mkdtemp(prefix="tq-"), "jobs")
-        self.addCleanup(shutil.rmtree, os.path.dirname(self.path), True)
+        folder = tempfile.mkdtemp(prefix="tq-")
+        self.addCleanup(shutil.rmtree, folder, True)
+        self.path = self.place.where(folder)
+        self.addCleanup(self.place.clean, self.path)
         self.queue = tq.Queue(self.path, fsync=False, backoff=quick)
         self.addCleanup(self.queue.close)
         logging.getLogger("tiny_queue").setLevel(logging.CRITICAL)
@@ -2200,6 +2373,7 @@ class WorkerCase(unittest.TestCase):
         return process
 
 
+@every_engine
 class WorkerOutcomeTest(WorkerCase):
     """What a handler does, and what becomes of its job."""
 
@@ -2249,6 +2423,7 @@ class WorkerOutcomeTest(WorkerCase):
         self.assertEqual(totals, tq.Totals(2, 2, 1, 2, 0))
         self.assertEqual(self.queue.find("fail").last_error, "no such user")
 
+    @of_files
     def test_wrong_arguments_of_the_outcomes(self):
         """Refused where they are made."""
         for make in (tq.Retry, tq.Snooze):
@@ -2328,6 +2503,7 @@ class WorkerOutcomeTest(WorkerCase):
         self.assertIn("ZeroDivisionError", "".join(logs.output))
 
 
+@every_engine
 class WorkerAsyncTest(WorkerCase):
     """Coroutines are run before anything is acknowledged."""
 
@@ -2388,6 +2564,7 @@ class WorkerAsyncTest(WorkerCase):
         self.assertEqual(asyncio.run(main()).done, 1)
 
 
+@every_engine
 class WorkerLimitsTest(WorkerCase):
     """When a worker stops, and what it leaves behind."""
 
@@ -2429,6 +2606,7 @@ class WorkerLimitsTest(WorkerCase):
         self.assertEqual(self.queue.stats()[:3], (1, 0, 0))
         self.assertEqual(threading.active_count(), before)
 
+    @of_files
     def test_wrong_arguments(self):
         """Refused at construction."""
         with self.assertRaises(TypeError):
@@ -2447,6 +2625,7 @@ class WorkerLimitsTest(WorkerCase):
         self.assertEqual(seen, [("a", 2)])
 
 
+@every_engine
 class WorkerLeaseTest(WorkerCase):
     """Leases are renewed while a handler runs, and no longer."""
 
@@ -2519,6 +2698,7 @@ class WorkerLeaseTest(WorkerCase):
         self.assertEqual(len(logs.output), 3)
 
 
+@every_engine(only=["test_a_second_signal_gives_the_job_back"])
 class WorkerSignalTest(WorkerCase):
     """SIGTERM and SIGINT, as a service manager sends them."""
 
@@ -2596,15 +2776,17 @@ class WorkerSignalTest(WorkerCase):
 
 
 class ContractTest(Case):
-    def test_the_file_engine_has_every_verb(self):
+    def test_every_engine_has_every_verb(self):
         """An engine implements the whole contract, with the same arguments."""
-        for name, verb in vars(tq._Engine).items():
-            if callable(verb) and not name.startswith("__"):
-                mine = getattr(tq._FileEngine, name)
-                self.assertIsNot(mine, verb, name)
-                want = list(inspect.signature(verb).parameters)
-                found = list(inspect.signature(mine).parameters)
-                self.assertEqual(found[: len(want)], want, name)
+        self.assertGreaterEqual(len(PLACES), 1 + len(tq._ENGINE_OF))
+        for place in PLACES:
+            for name, verb in vars(tq._Engine).items():
+                if callable(verb) and not name.startswith("_"):
+                    mine = getattr(place.engine, name)
+                    self.assertIsNot(mine, verb, (place.name, name))
+                    want = list(inspect.signature(verb).parameters)
+                    found = list(inspect.signature(mine).parameters)
+                    self.assertEqual(found[: len(want)], want, (place.name, name))
 
     def test_queue_calls_nothing_but_verbs(self):
         """Queue knows its engine by the contract only."""
@@ -2614,7 +2796,7 @@ class ContractTest(Case):
             if isinstance(node, ast.Attribute) and isinstance(owner, ast.Attribute):
                 if owner.attr == "_engine":
                     used.add(node.attr)
-        self.assertLessEqual(used, set(dir(tq._Engine)) | {"path"})
+        self.assertLessEqual(used, set(dir(tq._Engine)) | {"path", "source"})
         self.assertIn("lease", used)
 
 
@@ -4497,6 +4679,7 @@ class LockTest(Case):
 
 
 @unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "proofs of life need Linux")
+@every_engine
 class HolderTest(Case):
     """The kernel says who is alive."""
 
@@ -4773,6 +4956,7 @@ class HolderTest(Case):
             child.kill()
             self.assertEqual(queue.get().id, "a")
 
+    @of_files
     def test_without_proofs_the_wall_clock_decides(self):
         """cross_process_lock=False: a lease ends at its deadline, and one that
         would end later than now + its length is over."""
@@ -4787,6 +4971,7 @@ class HolderTest(Case):
                 self.assertEqual(queue.get().attempts, 2)
 
 
+@every_engine
 class ThreadsTest(Case):
     def setUp(self):
         super().setUp()
@@ -4829,7 +5014,9 @@ class ThreadsTest(Case):
         def look():
             while len(done) < 120:
                 self.assertGreaterEqual(min(queue.stats()[:4]), 0)
-                queue.compact() or list(queue.jobs(limit=5))
+                if self.place.engine.can_compact:
+                    queue.compact()
+                list(queue.jobs(limit=5))
 
         works = [lambda k=k: put(k) for k in range(6)] + [look, look]
         self.run_threads(*works, *[lambda k=k: take(k) for k in range(8)])
@@ -4843,6 +5030,7 @@ class ThreadsTest(Case):
         self.assertEqual(len(self.open()), 160)
 
 
+@every_engine
 class ProcessesTest(Case):
     def test_forked_children_on_one_inherited_object(self):
         """Parent and four children put 50 each through the same object, and
@@ -4892,6 +5080,7 @@ class ProcessesTest(Case):
         self.assertEqual(len(put), 4 * n)
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
 
+    @of_files
     def test_everybody_starts_at_once_on_an_empty_place(self):
         """Ten processes open a missing nested directory and wait; one job
         goes to exactly one of them."""
@@ -4962,6 +5151,7 @@ class ProcessesTest(Case):
         self.assertGreaterEqual(len(left) + len(done), 200 - 6)  # done, untold
         self.assertEqual({job.id for job in self.open().jobs()}, left)
 
+    @of_files
     def test_a_child_s_normal_exit_does_not_unlock_the_parent(self):
         """While the parent is inside an operation, a forked child ends; a
         contender still waits for the parent."""
@@ -5106,20 +5296,24 @@ class Terminal:
 
 
 class CommandLineCase(unittest.TestCase):
-    """Runs commands in a temporary directory, where `jobs` is the queue."""
+    """Runs commands in a temporary directory, where `jobs` is the queue; on
+    other engines than files its URL is given in the place of that word."""
 
+    place = PLACES[0]
     REAL = False  # whether each command is a process; calling main() is faster
 
     def setUp(self):
         self.folder = tempfile.mkdtemp()
         self.addCleanup(shutil.rmtree, self.folder)
-        self.path = os.path.join(self.folder, "jobs")
+        self.path = self.place.where(self.folder)
+        self.addCleanup(self.place.clean, self.path)
         self.env = {**os.environ, "PYTHONPATH": ROOT, "TERM": "xterm"}
         for name in ("TINY_QUEUE_DIR", "NO_COLOR", "COLUMNS", "LINES"):
             self.env.pop(name, None)
 
     def command(self, *args, status=0, stdin="", **env):
         """Run a command, check its exit status, return (stdout, stderr)."""
+        args = self.located(args)
         if not (self.REAL or stdin or env):
             return self.inside(*args, status=status)
         ran = subprocess.run(
@@ -5134,6 +5328,12 @@ class CommandLineCase(unittest.TestCase):
         self.assertEqual(ran.returncode, status, (args, ran.stdout, ran.stderr))
         self.assertNotIn("Traceback", ran.stderr)
         return ran.stdout, ran.stderr
+
+    def located(self, args):
+        """The words of a command, with the queue's place for `jobs`."""
+        if self.place is PLACES[0]:
+            return args
+        return [self.path if word == "jobs" else word for word in args]
 
     def inside(self, *args, status):
         """Call main() in this process; return what it wrote."""
@@ -5163,7 +5363,11 @@ class CommandLineCase(unittest.TestCase):
 
     def terminal(self, *args, columns=100, rows=30, **env):
         terminal = Terminal(
-            [*CLI, *args], self.folder, {**self.env, **env}, columns, rows
+            [*CLI, *self.located(args)],
+            self.folder,
+            {**self.env, **env},
+            columns,
+            rows,
         )
         self.addCleanup(lambda: terminal.fd >= 0 and terminal.end())
         self.addCleanup(self.kill, terminal.pid)
@@ -5185,6 +5389,7 @@ class CommandLineCase(unittest.TestCase):
 # =============================================================================
 
 
+@every_engine
 class PutTest(CommandLineCase):
     def test_put_makes_the_queue_and_prints_the_job(self):
         """put is durable at exit: another process finds the job."""
@@ -5211,6 +5416,7 @@ class PutTest(CommandLineCase):
         two = self.answer("put", "jobs", "1", "--at", "4102444800")
         self.assertEqual([one["run_at"], two["run_at"]], [4102444800.0] * 2)
 
+    @of_files
     def test_bad_json_says_how_to_quote_and_makes_nothing(self):
         """A payload that is no JSON is wrong usage; no directory appears."""
         for text in ("hello", "{a: 1}", "NaN", "1e999", "", "[" * 5000):
@@ -5247,6 +5453,7 @@ class PutTest(CommandLineCase):
         self.assertIn("mail", err)
 
 
+@every_engine
 class PutLinesTest(CommandLineCase):
     def test_each_line_is_a_job_in_order(self):
         """put - takes NDJSON, more than one batch, CRLF, BOM and blank lines."""
@@ -5264,6 +5471,7 @@ class PutLinesTest(CommandLineCase):
         self.assertIn("line 1501 is not valid JSON", err)
         self.assertEqual(len(self.queue()), 1500)
 
+    @of_files
     def test_options_of_a_single_job_are_refused(self):
         """--id, --at and --max-retries make no sense for many; usage."""
         for option in ("--id=a", "--at=1", "--max-retries=1"):
@@ -5275,7 +5483,7 @@ class PutLinesTest(CommandLineCase):
     def test_a_slow_producer_does_not_wait_for_a_batch(self):
         """A line is put when it arrives, while the pipe stays open."""
         with subprocess.Popen(
-            [*CLI, "put", "jobs", "-"], cwd=self.folder, env=self.env,
+            [*CLI, "put", self.path, "-"], cwd=self.folder, env=self.env,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         ) as process:  # fmt: skip
             process.stdin.write(b"1\n2")
@@ -5285,6 +5493,7 @@ class PutLinesTest(CommandLineCase):
             out, _ = process.communicate(timeout=PATIENCE)
         self.assertEqual(json.loads(out), {"put": 2})
 
+    @of_files
     def test_progress_is_shown_on_a_terminal_only(self):
         """The progress line goes to a terminal's standard error."""
         terminal = self.terminal("put", "jobs", "-", "--string")
@@ -5296,6 +5505,7 @@ class PutLinesTest(CommandLineCase):
         self.assertIn("put 1 job", shown)
 
 
+@every_engine
 class GetTest(CommandLineCase):
     REAL = True
 
@@ -5328,10 +5538,10 @@ class GetTest(CommandLineCase):
     def test_get_waits_for_a_put(self):
         """--timeout waits, also for a queue that is not there yet."""
         with subprocess.Popen(
-            [*CLI, "get", "jobs", "--timeout", "20"], cwd=self.folder, env=self.env,
+            [*CLI, "get", self.path, "--timeout", "20"], cwd=self.folder, env=self.env,
             stdout=subprocess.PIPE,
         ) as process:  # fmt: skip
-            eventually(lambda: os.path.exists(self.path))
+            eventually(lambda: self.place.begun(self.path, process.pid))
             self.queue().put("late")
             out, _ = process.communicate(timeout=PATIENCE)
         self.assertEqual(json.loads(out)["payload"], "late")
@@ -5342,7 +5552,7 @@ class GetTest(CommandLineCase):
         self.command("put", "jobs", "1", "--id", "a")
         with open("/dev/full", "w") as full:
             ran = subprocess.run(
-                [*CLI, "get", "jobs"], cwd=self.folder, env=self.env,
+                [*CLI, "get", self.path], cwd=self.folder, env=self.env,
                 stdout=full, stderr=subprocess.PIPE, timeout=60,
             )  # fmt: skip
         self.assertEqual(ran.returncode, 1)
@@ -5350,6 +5560,7 @@ class GetTest(CommandLineCase):
         self.assertEqual([job.state, job.attempts], ["pending", 0])
 
 
+@every_engine(REAL=False)
 class SettleTest(CommandLineCase):
     REAL = True
 
@@ -5386,6 +5597,7 @@ class SettleTest(CommandLineCase):
         self.command("done", "jobs", id, token, status=3)
 
 
+@every_engine
 class LookingTest(CommandLineCase):
     def test_a_missing_directory_is_nothing_and_stays_missing(self):
         """Every command that only looks or changes exits 3, creates nothing."""
@@ -5401,6 +5613,7 @@ class LookingTest(CommandLineCase):
         self.command("get", "jobs", status=3)
         self.assertEqual(os.listdir(self.folder), [])
 
+    @of_files
     def test_wrong_usage_is_2(self):
         """No command, an unknown one, missing and surplus words: usage."""
         self.inside(status=2)
@@ -5448,6 +5661,7 @@ class LookingTest(CommandLineCase):
         self.assertGreaterEqual(stats["oldest_age"], 0)
         self.assertGreater(stats["next_due"], time.time())
 
+    @of_files
     def test_prometheus_text_is_well_formed(self):
         """Each sample follows its HELP and TYPE; labels are escaped."""
         folder = 'q"uo\\te'
@@ -5462,6 +5676,7 @@ class LookingTest(CommandLineCase):
                 self.assertEqual(sample.fullmatch(line)[1], name)
         self.assertIn('q\\"uo\\\\te",state="pending"} 1\n', out)
 
+    @of_files
     def test_verify_lists_damage_and_is_1(self):
         """A flipped byte is found with file and line; verify exits 1."""
         queue = self.queue()
@@ -5476,6 +5691,7 @@ class LookingTest(CommandLineCase):
         self.assertEqual([damage["file"], damage["line"]], [os.path.basename(file), 2])
 
 
+@every_engine
 class ChangeTest(CommandLineCase):
     def bury(self, *ids):
         queue = self.queue()
@@ -5511,6 +5727,7 @@ class ChangeTest(CommandLineCase):
         self.assertEqual(self.answer(*args, "--older-than", "1d"), {"purged": 0})
         self.assertEqual(self.answer(*args), {"purged": 2})
 
+    @of_files
     def test_purge_asks_on_a_terminal(self):
         """Only a yes deletes; anything else is refused with 1."""
         queue = self.bury("a", "b")
@@ -5531,6 +5748,19 @@ class ChangeTest(CommandLineCase):
         )
         self.assertEqual(len(self.queue()), 1)
 
+    def test_compact_is_refused_where_there_is_nothing_to_do(self):
+        """An engine that cannot compact says so with 1, and the queue too."""
+        queue = self.queue()
+        queue.put(1)
+        if self.place.engine.can_compact:
+            self.assertIsNone(queue.compact())
+        else:
+            self.assertRaises(tq.QueueError, queue.compact)
+            _, err = self.command("compact", "jobs", status=1)
+            self.assertIn("nothing to compact", err)
+        self.assertEqual(len(queue), 1)
+
+    @of_files
     def test_compact_says_what_it_freed(self):
         """compact empties the files of a drained queue."""
         queue = self.queue()
@@ -9815,8 +10045,8 @@ class Model:
 class Walk:
     """One random history, on simulated processes and on the model."""
 
-    def __init__(self, seed):
-        self.rng, self.host = random.Random(seed), Host()
+    def __init__(self, seed, host=None):
+        self.rng, self.host = random.Random(seed), host or Host()
         self.model, self.serial = Model(self.host.clock), itertools.count(1)
         self.guests = [self.host.guest(**self.OPTIONS) for _ in range(2)]
         self.holders = [next(self.serial), next(self.serial)]
@@ -9844,8 +10074,9 @@ class Walk:
         for guest in self.guests:
             self.compare(guest, True)
             guest.kill()
-        with fresh(self.host) as guest:
-            self.compare(guest, True)
+        guest = self.host.guest()
+        self.compare(guest, True)
+        guest.kill()
 
     def compare(self, guest, whole):
         now, listed = self.host.clock.now, self.model.listed
@@ -10062,6 +10293,68 @@ class ModelTest(FaultCase):
         two processes: results, order and states are the model's."""
         count = 20_000 if DEEP else 300
         self.share(self.check, [f"{SEED}:{n}" for n in range(count)])
+
+
+class Here:
+    """A host that is the real one but for its clock, with queues in a place;
+    what a killed process leaves is what close() leaves."""
+
+    def __init__(self, place):
+        self.place, self.clock = place, FakeTime()
+        self.folder = tempfile.mkdtemp(prefix="tq-")
+        self.where = place.where(self.folder)
+
+    def guest(self, **options):
+        return HereGuest(self, options)
+
+    def end(self):
+        self.place.clean(self.where)
+        shutil.rmtree(self.folder)
+
+
+class HereGuest:
+    tq = tq
+
+    def __init__(self, host, options):
+        self.host, self.options = host, options
+        self.queue = self.open()
+
+    def open(self):
+        options = {"lease_timeout": LEASE, "fsync": False, **self.options}
+        return tq.Queue(self.host.where, **options)
+
+    def kill(self):
+        self.queue.close()
+
+
+class EngineWalk(Walk):
+    """The same histories on a real engine."""
+
+    def __init__(self, seed, place):
+        super().__init__(seed, Here(place))
+
+    def run(self, steps):
+        clock = self.host.clock
+        with patched("time", **{n: getattr(clock, n) for n in ("time", "monotonic")}):
+            super().run(steps)
+        self.host.end()
+
+    def compact(self):
+        if self.host.place.engine.can_compact:
+            self.queue.compact()
+
+
+class EngineHistoriesTest(FaultCase):
+    def check(self, case):
+        number, place = case
+        EngineWalk(f"{SEED}:{number}", PLACES[place]).run(60)
+        return {f"histories on {PLACES[place].name}": 1}
+
+    def test_random_histories_agree_across_the_engines(self):
+        """The same seeds as on simulated files, on each real engine: results,
+        order and states are the model's."""
+        count, places = 2_000 if DEEP else 25, range(len(PLACES))
+        self.share(self.check, itertools.product(range(count), places))
 
 
 # Row 13: a storm of kills
@@ -10709,12 +11002,13 @@ ENUMERATIONS = (
     + [NestedCrashTests, NewDirectoryTests],
     [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
     + [InterruptTest],
+    [*TWINS, EngineHistoriesTest],
 )
 
 
 class EnumerationsTest(unittest.TestCase):
-    """The enumerations ran in two processes of their own meanwhile: with two
-    cores that takes half the time."""
+    """The enumerations, and the contract on other engines than files, ran in
+    processes of their own meanwhile: with two cores that takes half the time."""
 
     children: list[subprocess.Popen] = []
 

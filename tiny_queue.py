@@ -1389,6 +1389,11 @@ class _Engine:
     def counts(self) -> Stats:
         raise NotImplementedError
 
+    def names(self) -> list[str] | None:
+        """Queues in the same place, this one too if it was ever written to;
+        None if there is no such place.  Creates nothing."""
+        raise NotImplementedError
+
     def wait(self, seen: object, seconds: float) -> None:
         """Return when a job may have become due since a lease saw none, at
         the latest after seconds."""
@@ -1490,6 +1495,9 @@ _PENDING, _DELAYED, _INFLIGHT, _DEAD, _DONE = 0, 1, 2, 4, 6
 _FILE_OF = (0, 0, 1, 1, 2, 2, 1)  # state -> file: pending, inflight, dead
 _STATE_OF = (_PENDING, _INFLIGHT, _DEAD)  # and back
 _NAME_OF = ("pending", "inflight", "dead")  # of a file, and of its jobs' state
+_OWN_FILE = re.compile(
+    r"([A-Za-z0-9_-]{1,64})\.(?:lock|damaged|(?:pending|inflight|dead)\.jsonl)\Z"
+)
 _MAX_REV = 2**28
 _READ_AHEAD = _MIB  # more than this is read outside the flock
 _IDLE_SLACK = 64 * 1024  # superseded bytes that an idle get leaves behind
@@ -2434,6 +2442,15 @@ class _FileEngine(_FileLeases):
     def _append_group(self, group: list[_Change]) -> _Ticket | None:
         file = _FILE_OF[group[0].state]
         return self._append(self._store.files[file], group, durable=True, spare=True)
+
+    def names(self) -> list[str] | None:
+        try:
+            files = os.listdir(self.path)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise self._refused(exc) from exc
+        return sorted({found[1] for found in map(_OWN_FILE.match, files) if found})
 
     def counts(self) -> Stats:
         return cast(Stats, self._transact(self._counts, write=False))
@@ -4352,6 +4369,1312 @@ def _from_column(text: str) -> str:
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _ENGINE_OF: dict[str, Callable[..., _Engine]] = {}  # by URL scheme
+
+
+# SQLite engine
+# =============================================================================
+
+# One row is one live job, and a settled one is gone.  `place` is the order of
+# waiting and of dead jobs: who goes last gets the greatest.  `turn` is that of
+# leases.  Each hot statement reads one partial index, so jobs that are due far
+# ahead are never looked at.  Nothing here is newer than SQLite 3.31.
+_LITE_FORMAT = 1  # raised by any change to the tables
+_LITE_TABLES = (
+    """CREATE TABLE  -- which queues are here, and how their rows are to be read
+    IF NOT EXISTS tiny_queue_queues (
+        name TEXT PRIMARY KEY,
+        format INTEGER NOT NULL
+    )""",
+    """CREATE TABLE  -- payload last: what stands before it is read without it
+    IF NOT EXISTS tiny_queue_jobs (
+        place INTEGER PRIMARY KEY,
+        queue TEXT NOT NULL,
+        id TEXT NOT NULL,
+        rev INTEGER NOT NULL,
+        state TEXT NOT NULL,
+        attempts INTEGER NOT NULL DEFAULT 0,
+        priority INTEGER NOT NULL,
+        created_at REAL NOT NULL,
+        run_at REAL NOT NULL,
+        max_retries INTEGER,
+        lapses INTEGER NOT NULL DEFAULT 0,
+        last_error TEXT,
+        token TEXT,
+        holder INTEGER NOT NULL DEFAULT 0,
+        clock REAL,
+        leased_at REAL,
+        renewed_at REAL,
+        lease_until REAL,
+        turn INTEGER,
+        was TEXT,
+        payload TEXT NOT NULL
+    )""",
+    """CREATE UNIQUE INDEX  -- an id is taken until its job is settled
+    IF NOT EXISTS tiny_queue_ids ON tiny_queue_jobs (queue, id)""",
+    """CREATE INDEX  -- the order of delivery: in one priority by place
+    IF NOT EXISTS tiny_queue_ready ON tiny_queue_jobs (queue, priority DESC)
+    WHERE state = 'ready'""",
+    """CREATE INDEX  -- when the next one is due
+    IF NOT EXISTS tiny_queue_delayed ON tiny_queue_jobs (queue, run_at)
+    WHERE state = 'delayed'""",
+    """CREATE INDEX  -- the order of leases
+    IF NOT EXISTS tiny_queue_inflight ON tiny_queue_jobs (queue, turn)
+    WHERE state = 'inflight'""",
+    """CREATE INDEX  -- the order of death
+    IF NOT EXISTS tiny_queue_dead ON tiny_queue_jobs (queue)
+    WHERE state = 'dead'""",
+)
+_LITE_HAS_TABLES = """SELECT  -- looking creates nothing
+    count(*) FROM sqlite_master WHERE type = 'table' AND name = 'tiny_queue_queues'"""
+_LITE_FORMATS = """SELECT  -- rows of another format are not touched
+    name, format FROM tiny_queue_queues ORDER BY name"""
+_LITE_REGISTER = """INSERT  -- a drained queue is still there
+    OR IGNORE INTO tiny_queue_queues (name, format) VALUES (?, ?)"""
+_LITE_TOUCH = """UPDATE  -- I5: a commit of ours syncs those that it rests on
+    tiny_queue_queues SET format = format WHERE name = ?"""
+
+_LITE_COLUMNS = (
+    "place, id, rev, state, attempts, priority, created_at, run_at, max_retries,"
+    " lapses, last_error, token, holder, leased_at, lease_until, was, payload"
+)
+_LITE_INSERT = """INSERT  -- without a place it gets the greatest
+    INTO tiny_queue_jobs (queue, id, rev, state, priority, created_at, run_at,
+    max_retries, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_LITE_FIND = f"""SELECT  -- whatever its state
+    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND id = ?"""
+_LITE_NEXT_DUE = """SELECT  -- the head of an index
+    run_at FROM tiny_queue_jobs WHERE queue = ? AND state = 'delayed'
+    ORDER BY run_at LIMIT 1"""
+_LITE_ANY_READY = """SELECT  -- without a lock for writing: a poll costs no write
+    1 FROM tiny_queue_jobs WHERE queue = ? AND state = 'ready' LIMIT 1"""
+_LITE_RIPEN = """UPDATE  -- who is due joins by place, delayed once or not
+    tiny_queue_jobs SET state = 'ready'
+    WHERE queue = ? AND state = 'delayed' AND run_at <= ?"""
+_LITE_HEADS = f"""SELECT  -- higher priority first, then by place
+    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'ready'
+    ORDER BY priority DESC, place LIMIT ?"""
+_LITE_LAST_TURN = """SELECT  -- leases stand in the order in which they were given
+    coalesce(max(turn), 0) FROM tiny_queue_jobs
+    WHERE queue = ? AND state = 'inflight'"""
+_LITE_LEASE = """UPDATE  -- I6: the token is new at each lease
+    tiny_queue_jobs SET rev = rev + 1, state = 'inflight', attempts = attempts + 1,
+    lapses = ?, last_error = ?, token = ?, holder = ?, clock = ?, leased_at = ?,
+    renewed_at = ?, lease_until = ?, turn = ?, was = NULL WHERE place = ?"""
+_LITE_LEASES = """SELECT  -- what tells whose lease is over, in their order
+    id, rev, attempts, priority, max_retries, lapses, holder, clock, renewed_at,
+    lease_until - renewed_at FROM tiny_queue_jobs
+    WHERE queue = ? AND state = 'inflight' ORDER BY turn"""
+_LITE_EXTEND = """UPDATE  -- I6: the token is kept
+    tiny_queue_jobs SET rev = rev + 1, holder = ?, clock = ?, renewed_at = ?,
+    lease_until = ?, turn = ?
+    WHERE queue = ? AND id = ? AND state = 'inflight' AND token = ?"""
+_LITE_DONE = """DELETE  -- I6: the token alone is the fence
+    FROM tiny_queue_jobs
+    WHERE queue = ? AND id = ? AND state = 'inflight' AND token = ?"""
+_LITE_LAST = "place = (SELECT max(place) + 1 FROM tiny_queue_jobs), rev = rev + 1"
+_LITE_LEASED = "queue = ? AND id = ? AND state = 'inflight' AND token = ?"
+_LITE_RETRY = f"""UPDATE  -- I6; and a retried job goes last
+    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, last_error = ?,
+    lapses = 0, token = NULL, holder = 0, leased_at = NULL WHERE {_LITE_LEASED}"""
+_LITE_RELEASE = f"""UPDATE  -- I6; this delivery does not count
+    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, attempts = attempts - 1,
+    token = NULL, holder = 0, leased_at = NULL WHERE {_LITE_LEASED}"""
+_LITE_BURY = f"""UPDATE  -- I6; dead jobs stand in the order of death
+    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?, lapses = 0,
+    token = NULL, holder = 0 WHERE {_LITE_LEASED}"""
+_LITE_LAPSED = "queue = ? AND id = ? AND state = 'inflight' AND rev = ?"
+_LITE_GIVE_BACK = f"""UPDATE  -- only if nobody was faster
+    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, last_error = ?,
+    lapses = lapses + 1, token = NULL, holder = 0, leased_at = NULL
+    WHERE {_LITE_LAPSED}"""
+_LITE_GIVE_UP = f"""UPDATE  -- only if nobody was faster
+    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?,
+    lapses = lapses + 1, token = NULL, holder = 0 WHERE {_LITE_LAPSED}"""
+_LITE_REQUEUE = f"""UPDATE  -- a replayed job goes last, with all its retries
+    tiny_queue_jobs SET {_LITE_LAST}, state = 'ready', run_at = 0, attempts = 0,
+    lapses = 0, leased_at = NULL WHERE queue = ? AND id = ? AND state = 'dead'"""
+_LITE_DEAD = """SELECT  -- a bounded part, in the order of death
+    id FROM tiny_queue_jobs WHERE queue = ? AND state = 'dead' AND place <= ?
+    ORDER BY place LIMIT ?"""
+_LITE_LAST_PLACE = """SELECT  -- what comes later is not meant
+    coalesce(max(place), 0) FROM tiny_queue_jobs"""
+_LITE_REMOVE = """DELETE  -- whatever its state: an inflight one's token is void
+    FROM tiny_queue_jobs WHERE queue = ? AND id = ?"""
+_LITE_PLACES = {
+    "pending": """SELECT  -- two indexes, one order
+        place FROM (
+            SELECT place FROM tiny_queue_jobs WHERE queue = :name AND state = 'ready'
+            UNION ALL
+            SELECT place FROM tiny_queue_jobs WHERE queue = :name AND state = 'delayed'
+        ) ORDER BY place LIMIT :n""",
+    "inflight": """SELECT  -- in the order of the leases
+        place FROM tiny_queue_jobs WHERE queue = :name AND state = 'inflight'
+        ORDER BY turn LIMIT :n""",
+    "dead": """SELECT  -- in the order of death
+        place FROM tiny_queue_jobs WHERE queue = :name AND state = 'dead'
+        ORDER BY place LIMIT :n""",
+}
+_LITE_AT = f"""SELECT  -- of this queue: a place that was left may be given anew
+    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE place = ? AND queue = ?"""
+_LITE_PURGE = """DELETE  -- a bounded part, as far as not touched since an instant
+    FROM tiny_queue_jobs WHERE place IN (
+        SELECT place FROM tiny_queue_jobs WHERE queue = ? AND state = ?
+        AND place <= ? AND max(created_at, coalesce(leased_at, 0)) <= ? LIMIT 1000
+    )"""
+_LITE_COUNTS = """SELECT  -- each by its own index
+    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'ready'),
+    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'delayed'),
+    (SELECT count(*) FROM tiny_queue_jobs
+        WHERE queue = :name AND state = 'delayed' AND run_at > :now),
+    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'inflight'),
+    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'dead'),
+    (SELECT min(run_at) FROM tiny_queue_jobs
+        WHERE queue = :name AND state = 'delayed' AND run_at > :now)"""
+_LITE_OLDEST = """SELECT  -- the head of one priority, or of those below another
+    priority, max(created_at, run_at) FROM tiny_queue_jobs
+    WHERE queue = ? AND state = 'ready' AND priority < ?
+    ORDER BY priority DESC, place LIMIT 1"""
+_LITE_OLDEST_LATE = """SELECT  -- delayed, and due by now
+    min(max(created_at, run_at)) FROM tiny_queue_jobs
+    WHERE queue = ? AND state = 'delayed' AND run_at <= ?"""
+_LITE_SIZE = """SELECT  -- of the whole database
+    (page_count - freelist_count) * page_size
+    FROM pragma_page_count, pragma_freelist_count, pragma_page_size"""
+_LITE_PAYLOADS = """SELECT  -- every byte that a reader would need
+    place, payload FROM tiny_queue_jobs WHERE queue = ? AND place > ?
+    ORDER BY place LIMIT 1000"""
+
+_LITE_HOLD = """UPDATE  -- uncounted, without a holder; `was` says from which state
+    tiny_queue_jobs SET rev = rev + 1, state = 'inflight', token = ?, holder = 0,
+    clock = ?, renewed_at = ?, lease_until = ?, turn = ?, was = ? WHERE place = ?"""
+_LITE_HELD = f"""SELECT  -- by the beginning of their tokens
+    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'inflight'
+    AND substr(token, 1, length(?)) = ? ORDER BY turn"""
+_LITE_ADOPT = """INSERT  -- inflight from the beginning: deliverable on one side only
+    INTO tiny_queue_jobs (queue, id, rev, state, attempts, priority, created_at,
+    run_at, max_retries, lapses, last_error, token, clock, leased_at, renewed_at,
+    lease_until, turn, was, payload)
+    VALUES (?, ?, ?, 'inflight', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_LITE_LET_GO = f"""UPDATE  -- I6; in the place where it stood
+    tiny_queue_jobs SET rev = rev + 1, state = ?, run_at = ?, leased_at = ?,
+    token = NULL, was = NULL WHERE {_LITE_LEASED}"""
+
+# What the driver says, in part; and what to do.  By text, because error codes
+# have names only from Python 3.11 on.
+_LITE_BUSY = ("is locked", "locking protocol", "schema is locked")
+_LITE_ADVICE = (
+    ("is full", "free some space; nothing is lost"),
+    ("readonly", "check the owner and mode of the file and its directory"),
+    ("unable to open", "check that its directory is there and may be written"),
+    ("not a database", "it is another kind of file, or encrypted: name another"),
+    ("malformed", "restore a backup, or save what is left with sqlite3's .recover"),
+    ("disk I/O", "the disk failed; see the system's log"),
+    ("no such", "its tables were changed; restore them, or use another database"),
+)
+_LITE_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "fuse.sshfs")
+_LITE_PAGE = 1000  # jobs that records() reads at a time
+
+
+class _LiteRow(NamedTuple):
+    """A row of the table of jobs; _LITE_COLUMNS."""
+
+    place: int
+    id: str
+    rev: int
+    state: str  # ready and delayed are the two kinds of pending
+    attempts: int
+    priority: int
+    created_at: float
+    run_at: float
+    max_retries: int | None
+    lapses: int
+    last_error: str | None
+    token: str | None
+    holder: int
+    leased_at: float | None
+    lease_until: float | None
+    was: str | None
+    payload: str
+
+
+def _lite_driver() -> Any:
+    try:
+        import sqlite3
+    except ImportError as exc:
+        raise QueueError(
+            "sqlite:// needs Python's own sqlite3, which this Python was built"
+            " without; install its package or use a directory"
+        ) from exc
+    return sqlite3
+
+
+def _lite_file(url: str) -> str:
+    """The absolute path in a sqlite:/// URL, or ValueError."""
+    from urllib.parse import unquote
+
+    rest, _, options = url[len("sqlite://") :].partition("?")
+    if options:
+        raise ValueError(f"path: {url!r}: sqlite:// URLs know no options")
+    if not rest.startswith("/"):
+        raise ValueError(
+            f"path: {url!r} names a host; a file has three slashes and its relative"
+            " path, or four and its absolute one: sqlite:///jobs.db"
+        )
+    file = unquote(rest[1:])
+    if not file or file.startswith((":memory:", "file:")) or "\0" in file:
+        raise ValueError(
+            f"path: {url!r} names no file; a database in memory lasts no longer than"
+            " its process, so it cannot hold a queue"
+        )
+    # Two names of one database must lead to one lock file.
+    return os.path.realpath(os.path.abspath(file))
+
+
+class _LiteLock(_FileLock):
+    """Carries the holders' proofs of life, beside the database.
+
+    Never on the database itself: closing any descriptor of that drops the
+    locks that SQLite has on it.
+    """
+
+    def _lay_ballast(self, size: int) -> None:
+        pass  # a database's space is not ours to keep
+
+
+class _LiteWatch(_Watch):
+    """Sleeps until somebody commits: that writes to the database's log."""
+
+    def __init__(self, version: Callable[[], object]) -> None:
+        super().__init__()
+        self._version = version
+
+    def _listen(self, data: Any, seconds: float) -> bool:
+        try:
+            info = os.stat(data)
+        except OSError:  # no queue yet
+            time.sleep(min(max(seconds, 0.0), _POLL))
+            return True
+        ear, ident = self._ear, (info.st_dev, info.st_ino)
+        if ear is None or self._ident != ident:
+            self._ear, self._ident = self._new_ear(data), ident
+            return True
+        return ear.wait(max(0.0, seconds))
+
+    def _new_ear(self, path: str) -> _Ear:
+        ear: _Ear
+        try:
+            ear = _Inotify()
+            ear.arm(path, cast(Any, None))
+        except (AttributeError, ImportError, OSError, TypeError):
+            ear = _LiteEar(self._version)
+            ear.arm(path, cast(Any, None))
+        return ear
+
+
+class _LiteEar(_Ear):
+    """Asks the database for its version: its log keeps its size."""
+
+    def __init__(self, version: Callable[[], object]) -> None:
+        self._look = version  # type: ignore[method-assign]
+
+
+class _LiteCore(_Engine):
+    """One connection, its transactions, and what can go wrong with them."""
+
+    can_join = True
+    can_compact = False
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        max_retries: int,
+        fsync: bool,
+        shared: bool,
+        lock_timeout: float,
+    ) -> None:
+        from urllib.parse import quote
+
+        if not shared:
+            raise ValueError(
+                "cross_process_lock: a database locks by itself, so False is for"
+                " directories only"
+            )
+        self._file = _lite_file(url)
+        self.path = self.source = f"sqlite:///{quote(self._file)}"
+        self._driver = _lite_driver()
+        self._name = name
+        self._max_retries = max_retries
+        self._fsync = fsync
+        self._lock = _LiteLock(f"{self._file}-tiny_queue.lock", lock_timeout, True)
+        self._closed = False
+        self._db: Any = None
+        self._reset()
+        _LITE_ENGINES.add(self)
+
+    def _reset(self) -> None:
+        """Forget all that a process may not share with its parent."""
+        self._pid = os.getpid()
+        self._prefix = os.urandom(8).hex() + "-"
+        self._serial = itertools.count(1)
+        self._holder: _Holder | None = None
+        self._idle = True  # the last lease found nothing
+        self._looked = -math.inf
+        self._lapses_left: collections.deque[_Lease] = collections.deque()
+        self._watch = _LiteWatch(self._version)
+        if self._db is not None:
+            _LITE_INHERITED.append(self._db)  # closing it would drop locks
+        self._forget()
+
+    def _forget(self) -> None:
+        self._db = None  # a cursor of the connection
+        self._ident: tuple[int, int] | None = None  # of the file that it has open
+        self._readable = self._writable = False  # what was seen to
+        self._synchronous = ""
+
+    def forked(self) -> None:
+        self._lock.reset()
+        self._reset()
+
+    def __del__(self) -> None:
+        if getattr(self, "_db", None) is not None and self._pid == os.getpid():
+            self._disconnect()
+
+    # Connection
+
+    def before_fork(self) -> None:
+        """Close the connection, between two transactions.
+
+        In a child that inherits one, SQLite takes the locks for its own that
+        its parent holds; a new connection there then has none, and the end of
+        the parent's would delete the log that the child writes to.
+        """
+        if not self._lock.mine():
+            self._lock.threads().acquire()
+            self._disconnect()
+
+    def after_fork(self) -> None:
+        if self._lock.mine():
+            self._lock.threads().release()
+
+    def _disconnect(self) -> None:
+        db = self._db
+        self._forget()
+        if db is not None:
+            try:
+                db.connection.close()
+            except self._driver.Error as exc:
+                _log().warning("closing %s: %s", self.path, exc)
+
+    def _connected(self, write: bool) -> Any:
+        """The cursor; None if there is nothing to look at."""
+        try:
+            info = os.stat(self._file)
+            ident = (info.st_dev, info.st_ino)
+        except FileNotFoundError:
+            ident = None
+        if self._db is not None and self._ident != ident:
+            self._disconnect()  # what is open has no name any more
+        if self._db is None:
+            if ident is None and not write:
+                return None
+            self._connect(write)
+        if write and not self._writable:
+            self._prepare()
+        if not self._readable:
+            self._readable = self._known(self._db)
+        return self._db if self._readable else None
+
+    def _connect(self, write: bool) -> None:
+        from urllib.parse import quote
+
+        kind = _file_system(os.path.dirname(self._file))
+        if kind in _LITE_REMOTE:
+            raise QueueError(
+                f"queue {self.path!r}: {kind} is a network file system, whose locks"
+                " SQLite cannot trust; keep the database on a local disk",
+                path=self._file,
+            )
+        connection = self._driver.connect(
+            f"file:{quote(self._file)}?mode={'rwc' if write else 'rw'}",
+            timeout=0,  # we wait ourselves: in shorter steps
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
+        )
+        self._db = connection.cursor()
+        info = os.stat(self._file)
+        self._ident = (info.st_dev, info.st_ino)
+
+    def _prepare(self) -> None:
+        """Make the tables if they are missing, and the database one with a
+        log (WAL): readers and the writer do not wait for each other."""
+        db = self._db
+        mode = db.execute("PRAGMA journal_mode").fetchone()[0]
+        if mode != "wal":
+            mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise QueueError(
+                f"queue {self.path!r}: SQLite refuses its WAL mode here (it stays"
+                f" {mode!r}); keep the database on a local disk",
+                path=self._file,
+            )
+        self._set_synchronous(self._fsync)
+        self._transaction("BEGIN IMMEDIATE", self._create)
+        self._writable = self._readable = True
+
+    def _create(self, db: Any) -> None:
+        if not self._known(db):
+            for statement in _LITE_TABLES:
+                db.execute(statement)
+        db.execute(_LITE_REGISTER, (self._name, _LITE_FORMAT))
+
+    def _known(self, db: Any) -> bool:
+        """Whether the tables are there, and of the format that we know."""
+        if not db.execute(_LITE_HAS_TABLES).fetchone()[0]:
+            return False
+        for name, found in db.execute(_LITE_FORMATS).fetchall():
+            if found != _LITE_FORMAT:
+                raise QueueError(
+                    f"queue {self.path!r}: its tables have format {found} (queue"
+                    f" {name!r}), this tiny_queue {__version__} knows {_LITE_FORMAT};"
+                    " use the version of tiny_queue that made them, or a newer one",
+                    path=self._file,
+                )
+        return True
+
+    def _set_synchronous(self, full: bool) -> None:
+        """FULL syncs the log at each commit, NORMAL when it is full."""
+        wanted = "FULL" if full else "NORMAL"
+        if self._synchronous != wanted:
+            self._db.execute(f"PRAGMA synchronous = {wanted}")
+            self._synchronous = wanted
+
+    def _version(self) -> object:
+        """What each commit changes, those of this connection included."""
+        return self._transact(self._data_version, write=False)
+
+    def _data_version(self, db: Any) -> object:
+        number = db.execute("PRAGMA data_version").fetchone()[0]
+        return number, db.connection.total_changes, self._ident
+
+    # Transactions
+
+    def _transact(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        write: bool = True,
+        synced: bool = True,
+        nothing: Any = None,
+    ) -> Any:
+        """Run body(cursor, *args) as one transaction, under the thread lock.
+
+        `nothing` is the answer where nothing was ever written.  Without
+        `synced` a power cut may forget it.
+        """
+        if self._pid != os.getpid():
+            self.forked()
+        lock = self._lock
+        if lock.mine():
+            raise QueueError(
+                f"queue {self.path!r} is in the middle of a call by this same thread;"
+                " do not call it from a signal handler or finalizer"
+            )
+        try:
+            if not lock.threads().acquire(timeout=lock.timeout):
+                raise self._timed_out()
+            self._check_open()
+            return self._patiently(body, args, write, synced, nothing)
+        except self._driver.Error as exc:
+            raise self._refused(exc) from exc
+        except OSError as exc:
+            raise self._refused(exc, str(exc.strerror)) from exc
+        finally:
+            if lock.mine():
+                lock.threads().release()
+
+    def _patiently(
+        self,
+        body: Callable[..., Any],
+        args: Any,
+        write: bool,
+        synced: bool,
+        nothing: Any,
+    ) -> Any:
+        """Try again while others have the database locked: SQLite's own
+        waiting sleeps up to 100 ms at a time."""
+        deadline = time.monotonic() + self._lock.timeout
+        pause = 50e-6
+        while True:
+            try:
+                db = self._connected(write)
+                if db is None:
+                    return nothing
+                if not write:
+                    return self._transaction("BEGIN", body, *args)
+                self._set_synchronous(self._fsync and synced)
+                return self._transaction("BEGIN IMMEDIATE", body, *args)
+            except self._driver.OperationalError as exc:
+                if not _lite_busy(exc):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise self._timed_out() from exc
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1e-3)
+
+    def _transaction(self, begin: str, body: Callable[..., Any], *args: Any) -> Any:
+        db = self._db
+        try:
+            db.execute(begin)
+            result = body(db, *args)
+            db.execute("COMMIT")
+            return result
+        finally:
+            if db.connection.in_transaction:
+                db.execute("ROLLBACK")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosedError(
+                f"queue {self.path!r} is closed; make a new Queue", path=self.path
+            )
+
+    def _timed_out(self) -> LockTimeoutError:
+        return LockTimeoutError(
+            f"database {self.path!r} stayed locked for {self._lock.timeout:g} s: a"
+            " transaction is open there for writing; end it, or pass connection= if"
+            " it is this thread's own (nothing is lost)",
+            path=self.path,
+            timeout=self._lock.timeout,
+        )
+
+    def _refused(self, exc: Exception, text: str = "") -> QueueError:
+        text = text or str(exc)
+        if _lite_busy(exc):
+            return self._timed_out()
+        advice = "nothing was acknowledged"
+        for part, what in _LITE_ADVICE:
+            if part in text:
+                advice = what
+                break
+        return QueueError(
+            f"queue {self.path!r}: {text}; {advice}",
+            errno=getattr(exc, "errno", None),
+            path=self._file,
+        )
+
+    # The caller's transaction
+
+    def _join(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
+        """Run body(cursor, *args) inside the transaction of a connection.
+
+        Where its driver would begin one before the caller's own INSERT, one
+        is begun; an error leaves the transaction as it was.
+        """
+        if self._pid != os.getpid():
+            self.forked()
+        self._check_open()
+        driver = self._driver
+        db = self._own(connection)
+        began = not connection.in_transaction
+        try:
+            if began:
+                db.execute("BEGIN IMMEDIATE")
+            db.execute("SAVEPOINT tiny_queue")
+            self._create(db)
+            result = body(db, *args)
+            db.execute("RELEASE tiny_queue")
+            return result
+        except BaseException as exc:
+            if connection.in_transaction:  # a full disk may have ended it
+                db.execute("ROLLBACK" if began else "ROLLBACK TO tiny_queue")
+            if isinstance(exc, driver.Error):
+                raise self._refused(exc) from exc
+            raise
+
+    def _own(self, connection: Any) -> Any:
+        """A cursor that reads as ours do, whatever the caller has set."""
+        driver = self._driver
+        if not isinstance(connection, driver.Connection):
+            raise TypeError(
+                "connection: must be a sqlite3.Connection, not"
+                f" {type(connection).__name__}; wrappers have one inside"
+            )
+        db = driver.Cursor(connection)
+        try:
+            files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
+            same = os.path.samefile(os.fsdecode(files.get("main") or ""), self._file)
+        except FileNotFoundError:
+            same = False
+        except driver.Error as exc:
+            raise self._refused(exc) from exc
+        if not same:
+            raise ValueError(
+                f"connection: its main database is not that of queue {self.path!r};"
+                " only within one database do two changes commit together"
+            )
+        if connection.isolation_level is None and not connection.in_transaction:
+            raise ValueError(
+                "connection: it is in autocommit mode with no transaction open, so"
+                ' there is nothing to be part of; execute("BEGIN IMMEDIATE") first'
+            )
+        return db
+
+
+def _lite_busy(exc: Exception) -> bool:
+    return any(part in str(exc) for part in _LITE_BUSY)
+
+
+_LITE_ENGINES: weakref.WeakSet[_LiteCore] = weakref.WeakSet()
+_LITE_INHERITED: list[Any] = []  # never closed: see before_fork()
+
+
+def _lite_before_fork() -> None:
+    for engine in list(_LITE_ENGINES):
+        engine.before_fork()
+
+
+def _lite_after_fork_in_parent() -> None:
+    for engine in list(_LITE_ENGINES):
+        engine.after_fork()
+
+
+def _lite_after_fork_in_child() -> None:
+    for engine in list(_LITE_ENGINES):
+        engine.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lite_before_fork,
+        after_in_parent=_lite_after_fork_in_parent,
+        after_in_child=_lite_after_fork_in_child,
+    )
+
+
+class _LiteLeases(_LiteCore):
+    """Putting, leasing, and telling whose lease is over."""
+
+    # Insert
+
+    def insert(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
+        if connection is None:
+            found = self._transact(self._insert, new, exist_ok)
+        else:
+            found = self._join(connection, self._insert, new, exist_ok, False)
+        if isinstance(found, DuplicateJobError):
+            raise found
+        return cast("list[Job]", found)
+
+    def _insert(
+        self, db: Any, new: Sequence[_New], exist_ok: bool, own: bool = True
+    ) -> list[Job] | DuplicateJobError:
+        for item in new:
+            row = None if item.id is None else self._row(db, item.id)
+            if row is not None:
+                if own and self._fsync:  # it may be of somebody without fsync
+                    db.execute(_LITE_TOUCH, (self._name,))
+                job = self._view(row)
+                return [job] if exist_ok else self._duplicate(job)
+        now = time.time()
+        jobs = [self._new_job(item, now) for item in new]
+        db.executemany(
+            _LITE_INSERT,
+            [
+                (
+                    self._name,
+                    _to_column(job.id),
+                    random.getrandbits(48),  # so that an id put again has another
+                    "delayed" if job.run_at else "ready",
+                    job.priority,
+                    now,
+                    job.run_at,
+                    item.max_retries,
+                    item.text,
+                )
+                for item, job in zip(new, jobs)
+            ],
+        )
+        return jobs
+
+    def _new_job(self, item: _New, now: float) -> Job:
+        run_at = 0.0
+        if item.at is not None:
+            run_at = item.at if item.at > now else 0.0
+        elif item.delay:
+            run_at = now + item.delay
+        return Job(
+            self._fresh() if item.id is None else item.id,
+            item.payload,
+            priority=item.priority,
+            created_at=now,
+            run_at=run_at,
+            max_retries=self._retries(item.max_retries),
+        )
+
+    def _fresh(self) -> str:
+        """An id or token: unique by a random prefix of this process."""
+        return f"{self._prefix}{next(self._serial):x}"
+
+    def _retries(self, own: int | None) -> int:
+        return self._max_retries if own is None else own
+
+    def _row(self, db: Any, id: str) -> _LiteRow | None:
+        row = db.execute(_LITE_FIND, (self._name, _to_column(id))).fetchone()
+        return None if row is None else _LiteRow._make(row)
+
+    def _view(self, row: _LiteRow) -> Job:
+        state = "pending" if row.state in ("ready", "delayed") else row.state
+        inflight = state == "inflight"
+        return Job(
+            _from_column(row.id),
+            json.loads(row.payload),
+            state,
+            row.attempts,
+            row.priority,
+            row.created_at,
+            row.run_at,
+            None if state == "pending" else row.leased_at,
+            row.lease_until if inflight else None,
+            None if row.last_error is None else _from_column(row.last_error),
+            self._retries(row.max_retries),
+            row.token if inflight else None,
+        )
+
+    # Lease
+
+    def lease(self, n: int, seconds: float, held: bool) -> _Leased:
+        news = self._watch.news
+        if self._idle:  # look first: a poll of an idle queue writes nothing
+            due = self._transact(self._glance, write=False, nothing=math.inf)
+            if due is not None:
+                return _Leased([], [], (news, due))
+        jobs, lapses, due = self._transact(self._lease, n, seconds, held, synced=False)
+        self._idle = not jobs
+        return _Leased(jobs, lapses, (news, due))
+
+    def _glance(self, db: Any) -> float | None:
+        """When the next job is due; None if there is something to do now."""
+        now, due = time.time(), self._next_due(db)
+        if due <= now or db.execute(_LITE_ANY_READY, (self._name,)).fetchone():
+            return None
+        return None if self._over(db, time.monotonic(), now, math.inf) else due
+
+    def _next_due(self, db: Any) -> float:
+        row = db.execute(_LITE_NEXT_DUE, (self._name,)).fetchone()
+        return math.inf if row is None else cast(float, row[0])
+
+    def _lease(
+        self, db: Any, n: int, seconds: float, held: bool
+    ) -> tuple[list[Job], list[_Lapse], float]:
+        now, clock = time.time(), time.monotonic()
+        db.execute(_LITE_RIPEN, (self._name, now))
+        ready = db.execute(_LITE_HEADS, (self._name, n)).fetchall()
+        undecided: list[_Lapse] = []
+        nothing = not (ready or self._lapses_left)
+        if nothing or clock - self._looked >= _TICK:
+            self._looked = clock
+            self._lapses_left, undecided = self._first_lapses(db, clock, now)
+        picks = self._pick(db, n, collections.deque(map(_LiteRow._make, ready)))
+        if not picks:
+            return [], undecided, self._next_due(db)
+        holder = self._live_holder() if held else None
+        number = holder.number if holder else 0
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        jobs, leases = [], []
+        for row, lapses in picks:
+            turn, token = turn + 1, self._fresh()
+            stamp = (token, number, clock, now, now, now + seconds, turn, row.place)
+            leases.append((lapses, row.last_error, *stamp))
+            jobs.append(self._leased_job(row, token, now, now + seconds, holder))
+        db.executemany(_LITE_LEASE, leases)
+        return jobs, undecided, 0.0
+
+    def _leased_job(
+        self,
+        row: _LiteRow,
+        token: str,
+        leased_at: float,
+        until: float,
+        holder: _Holder | None,
+        again: bool = False,
+    ) -> Job:
+        return Job(
+            _from_column(row.id),
+            json.loads(row.payload),
+            "inflight",
+            row.attempts + (not again),
+            row.priority,
+            row.created_at,
+            row.run_at,
+            leased_at,
+            until,
+            None if row.last_error is None else _from_column(row.last_error),
+            self._retries(row.max_retries),
+            token,
+            holder,
+        )
+
+    def _pick(
+        self, db: Any, n: int, ready: collections.deque[_LiteRow]
+    ) -> list[tuple[_LiteRow, int]]:
+        """Take up to n jobs with their lapses: by priority; in one priority
+        first those of dead holders, then by place."""
+        picks: list[tuple[_LiteRow, int]] = []
+        lapsed = self._lapses_left
+        while len(picks) < n and (lapsed or ready):
+            if lapsed and (not ready or lapsed[0].priority >= ready[0].priority):
+                lease = lapsed.popleft()
+                row = self._row(db, lease.id)
+                if row is not None and (row.state, row.rev) == ("inflight", lease.rev):
+                    error = _to_column(self._reason(lease))
+                    picks.append((row._replace(last_error=error), lease.lapses + 1))
+            else:
+                row = ready.popleft()
+                picks.append((row, row.lapses))
+        return picks
+
+    # Who is alive
+
+    def _live_holder(self) -> _Holder | None:
+        """This object's proof of life, on the lock file that is there now."""
+        lock, holder = self._lock, self._holder
+        lock.acquire(True, self._is_closed)
+        try:
+            if holder is None or holder.ident != lock.ident or holder.file.fd < 0:
+                self._holder = holder = lock.new_holder()
+            return holder
+        finally:
+            lock.release()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _over(
+        self, db: Any, clock: float, now: float, older_than: float
+    ) -> list[_Lease]:
+        """Leases that ended unsettled, with the reason, in their order."""
+        rows = db.execute(_LITE_LEASES, (self._name,)).fetchall()
+        alive = self._alive({row[6] for row in rows} - {0})
+        over = []
+        for id, *fields in rows:
+            lease = _Lease(b"", _from_column(id), *fields)
+            reason = lease.over(alive.get(lease.holder), clock, now, older_than)
+            if reason:
+                over.append(lease._replace(reason=reason))
+        return over
+
+    def _alive(self, numbers: set[int]) -> dict[int, bool]:
+        """Which holders live; asks the kernel about those that are not us."""
+        mine = self._holder.number if self._holder else 0
+        alive = {mine: True}
+        if numbers - {mine}:
+            self._lock.acquire(False, self._is_closed)
+            try:
+                for number in numbers - {mine}:
+                    alive[number] = self._lock.holds(number)
+            finally:
+                self._lock.release()
+        alive.pop(0, None)
+        return alive
+
+    def _first_lapses(
+        self, db: Any, clock: float, now: float
+    ) -> tuple[collections.deque[_Lease], list[_Lapse]]:
+        """Split what is over: to be leased anew at once, or to be decided."""
+        first, others = [], []
+        for lease in self._over(db, clock, now, math.inf):
+            if lease.lapses == 0 and lease.attempts <= self._retries(lease.max_retries):
+                first.append(lease)
+            else:
+                others.append(self._lapse(lease))
+        first.sort(key=lambda lease: -lease.priority)
+        return collections.deque(first), others
+
+    def _reason(self, lease: _Lease) -> str:
+        tries = self._retries(lease.max_retries) + 1
+        return f"{lease.reason} (delivery {lease.attempts} of {tries})"
+
+    def _lapse(self, lease: _Lease) -> _Lapse:
+        return _Lapse(
+            lease.id,
+            lease.rev,
+            lease.attempts,
+            self._retries(lease.max_retries),
+            lease.lapses,
+            self._reason(lease),
+        )
+
+    def lapsed(self, older_than: float) -> list[_Lapse]:
+        found = self._transact(self._lapsed, older_than, write=False, nothing=[])
+        return cast("list[_Lapse]", found)
+
+    def _lapsed(self, db: Any, older_than: float) -> list[_Lapse]:
+        over = self._over(db, time.monotonic(), time.time(), older_than)
+        return [self._lapse(lease) for lease in over]
+
+    def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
+        return cast(int, self._transact(self._give_back, verdicts)) if verdicts else 0
+
+    def _give_back(
+        self, db: Any, verdicts: Sequence[tuple[_Lapse, float | None, str]]
+    ) -> int:
+        count = 0
+        for lapse, delay, error in verdicts:
+            fence = (self._name, _to_column(lapse.id), lapse.rev)
+            if delay is None:
+                db.execute(_LITE_GIVE_UP, (_to_column(error), *fence))
+            else:
+                change = (*self._pending(delay), _to_column(error))
+                db.execute(_LITE_GIVE_BACK, (*change, *fence))
+            count += db.rowcount
+        return count
+
+    def _pending(self, delay: float) -> tuple[str, float]:
+        """State and run_at of a job that is due after a delay."""
+        return ("delayed", time.time() + delay) if delay else ("ready", 0.0)
+
+
+class _LiteEngine(_LiteLeases):
+    """The engine for a SQLite database, the application's own or another."""
+
+    # Settle, extend
+
+    def settle(
+        self,
+        job: Job,
+        outcome: str,
+        delay: float = 0.0,
+        error: str | None = None,
+        counted: bool = True,
+        connection: Any = None,
+    ) -> None:
+        note = None if error is None else _to_column(error)
+        change: tuple[object, ...] = ()
+        if outcome == "done":
+            statement = _LITE_DONE
+        elif outcome == "dead":
+            statement, change = _LITE_BURY, (note,)
+        elif counted:
+            statement, change = _LITE_RETRY, (*self._pending(delay), note)
+        else:
+            statement, change = _LITE_RELEASE, self._pending(delay)
+        if connection is None:
+            self._transact(self._settle, statement, change, job)
+        else:
+            self._join(connection, self._settle, statement, change, job)
+
+    def _settle(self, db: Any, statement: str, change: Any, job: Job) -> None:
+        fence = (self._name, _to_column(job.id), job.token)
+        if db.execute(statement, (*change, *fence)).rowcount != 1:
+            raise self._lost(job)
+
+    def extend(self, job: Job, seconds: float) -> Job:
+        return cast(Job, self._transact(self._extend, job, seconds, synced=False))
+
+    def _extend(self, db: Any, job: Job, seconds: float) -> Job:
+        row = self._row(db, job.id)
+        if row is None or row.state != "inflight" or row.token != job.token:
+            raise self._lost(job)
+        holder = self._live_holder() if row.holder else None
+        now = time.time()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0] + 1
+        change = (holder.number if holder else 0, time.monotonic(), now, now + seconds)
+        fence = (self._name, _to_column(job.id), job.token)
+        db.execute(_LITE_EXTEND, (*change, turn, *fence))
+        leased_at = now if row.leased_at is None else row.leased_at
+        token = cast(str, job.token)
+        return self._leased_job(row, token, leased_at, now + seconds, holder, True)
+
+    # Looking, removing, replaying
+
+    def names(self) -> list[str] | None:
+        return cast("list[str] | None", self._transact(self._names, write=False))
+
+    def _names(self, db: Any) -> list[str]:
+        return [name for name, _ in db.execute(_LITE_FORMATS).fetchall()]
+
+    def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
+        """The first thousand as they are now, others as they are when read."""
+        states = list(_NAME_OF) if state is None else [state]
+        places, first = self._transact(
+            self._snapshot, states, limit, write=False, nothing=(array("q"), [])
+        )
+        return self._records(places, first, state)
+
+    def _snapshot(
+        self, db: Any, states: list[str], limit: int | None
+    ) -> tuple[array[int], list[Job]]:
+        places = array("q")
+        for state in states:
+            left = -1 if limit is None else limit - len(places)
+            keys = {"name": self._name, "n": left}
+            places.extend(row[0] for row in db.execute(_LITE_PLACES[state], keys))
+        return places, self._page(db, places[:_LITE_PAGE])
+
+    def _page(self, db: Any, places: Iterable[int]) -> list[Job]:
+        jobs = []
+        for place in places:
+            row = db.execute(_LITE_AT, (place, self._name)).fetchone()
+            if row is not None:
+                jobs.append(self._view(_LiteRow._make(row)))
+        return jobs
+
+    def _records(
+        self, places: array[int], jobs: list[Job], state: str | None
+    ) -> Iterator[Job]:
+        yield from jobs
+        for start in range(_LITE_PAGE, len(places), _LITE_PAGE):
+            some = places[start : start + _LITE_PAGE]
+            for job in self._transact(self._page, some, write=False, nothing=[]):
+                if state in (None, job.state):
+                    yield job
+
+    def find(self, id: str) -> Job:
+        row = self._transact(self._row, id, write=False)
+        if row is None:
+            raise self._unknown(id, "pending, inflight or dead")
+        return self._view(row)
+
+    def requeue(self, id: str | None) -> int:
+        if id is not None:
+            if not self._transact(self._requeue, [_to_column(id)]):
+                raise self._unknown(id, "dead")
+            return 1
+        count = 0
+        last = self._transact(self._last_place, write=False, nothing=0)
+        while some := self._transact(self._dead, last, write=False, nothing=[]):
+            count += self._transact(self._requeue, some)
+        return count
+
+    def _last_place(self, db: Any) -> int:
+        return cast(int, db.execute(_LITE_LAST_PLACE).fetchone()[0])
+
+    def _dead(self, db: Any, last: int) -> list[str]:
+        rows = db.execute(_LITE_DEAD, (self._name, last, 1000)).fetchall()
+        return [row[0] for row in rows]
+
+    def _requeue(self, db: Any, columns: list[str]) -> int:
+        count = 0
+        for column in columns:
+            count += db.execute(_LITE_REQUEUE, (self._name, column)).rowcount
+        return count
+
+    def remove(self, id: str) -> bool:
+        return bool(self._transact(self._delete, _LITE_REMOVE, (_to_column(id),)))
+
+    def _delete(self, db: Any, statement: str, values: tuple[object, ...]) -> int:
+        return cast(int, db.execute(statement, (self._name, *values)).rowcount)
+
+    def purge(self, state: str, older_than: float) -> int:
+        """In parts: others get their turn in between."""
+        count = 0
+        since = time.time() - older_than if older_than else math.inf
+        last = self._transact(self._last_place, write=False, nothing=0)
+        for kind in ("ready", "delayed") if state == "pending" else (state,):
+            while some := self._transact(
+                self._delete, _LITE_PURGE, (kind, last, since)
+            ):
+                count += some
+        return count
+
+    def counts(self) -> Stats:
+        empty = Stats(0, 0, 0, 0, 0, None, None, 0)
+        return cast(Stats, self._transact(self._counts, write=False, nothing=empty))
+
+    def _counts(self, db: Any) -> Stats:
+        now = time.time()
+        found = db.execute(_LITE_COUNTS, {"name": self._name, "now": now}).fetchone()
+        ready, late, delayed, inflight, dead, due = found
+        return Stats(
+            ready + late,
+            delayed,
+            inflight,
+            dead,
+            0,
+            self._oldest(db, now),
+            due,
+            db.execute(_LITE_SIZE).fetchone()[0],
+        )
+
+    def _oldest(self, db: Any, now: float) -> float | None:
+        """Of the first of each priority, and of those that have become due."""
+        since = db.execute(_LITE_OLDEST_LATE, (self._name, now)).fetchone()[0]
+        priority = _MAX_PRIORITY + 1
+        while True:
+            row = db.execute(_LITE_OLDEST, (self._name, priority)).fetchone()
+            if row is None:
+                return cast("float | None", since)
+            priority = row[0]
+            since = row[1] if since is None else min(since, row[1])
+
+    # Waiting, verifying, closing
+
+    def wait(self, seen: object, seconds: float) -> None:
+        news, due = cast("tuple[int, float]", seen)
+        seconds = min(seconds, max(0.0, due - time.time()))
+        self._watch.wait(news, cast(Any, f"{self._file}-wal"), seconds)
+
+    def compact(self) -> None:
+        raise QueueError(
+            f"queue {self.path!r}: there is nothing to compact, as SQLite reuses the"
+            " space of jobs that are gone; VACUUM makes the file itself smaller",
+            path=self._file,
+        )
+
+    def verify(self) -> list[Damage]:
+        """What SQLite finds wrong; then payloads that are not JSON, by the
+        number of their row."""
+        file = os.path.basename(self._file)
+        whole = self._driver.sqlite_version_info < (3, 33)
+        check = "PRAGMA quick_check" + ("" if whole else "(tiny_queue_jobs)")
+        found = self._transact(self._check, check, write=False, nothing=[])
+        damage = [Damage(file, 0, text) for text in found if text != "ok"]
+        place = 0
+        while not damage:
+            rows = self._transact(self._payloads, place, write=False, nothing=[])
+            for place, text in rows:
+                try:
+                    json.loads(text)
+                except (TypeError, ValueError) as exc:
+                    damage.append(Damage(file, place, f"payload: {exc}"))
+            if not rows:
+                break
+        return damage
+
+    def _check(self, db: Any, statement: str) -> list[str]:
+        return [row[0] for row in db.execute(statement).fetchall()]
+
+    def _payloads(self, db: Any, place: int) -> list[tuple[int, str]]:
+        return list(db.execute(_LITE_PAYLOADS, (self._name, place)).fetchall())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self._pid != os.getpid():
+            self.forked()
+        with self._lock.threads():
+            self._closed = True
+            if self._holder is not None:
+                self._holder.file.close()
+            self._disconnect()
+            self._watch.close()
+            self._lock.close()
+
+    # Moving
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        args = (state, n, seconds, prefix)
+        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
+
+    def _hold(
+        self, db: Any, state: str, n: int, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        parcels = []
+        keys = {"name": self._name, "n": n}
+        for (place,) in db.execute(_LITE_PLACES[state], keys).fetchall():
+            turn, token = turn + 1, prefix + self._fresh()
+            row = db.execute(_LITE_AT, (place, self._name)).fetchone()
+            parcels.append(self._parcel(_LiteRow._make(row), state, token))
+            stamp = (token, clock, now, now + seconds, turn, state, place)
+            db.execute(_LITE_HOLD, stamp)
+        return parcels
+
+    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
+        return _Parcel(
+            _from_column(row.id),
+            row.payload,
+            state,
+            row.attempts,
+            row.priority,
+            row.created_at,
+            row.run_at,
+            row.leased_at,
+            None if row.last_error is None else _from_column(row.last_error),
+            row.max_retries,
+            row.lapses,
+            token,
+        )
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._held, prefix, write=False, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return [
+            self._parcel(row, row.was or "pending", cast(str, row.token))
+            for row in map(_LiteRow._make, rows)
+        ]
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        self._transact(self._adopt, parcels, seconds)
+
+    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        for parcel in parcels:
+            turn += 1
+            row = self._row(db, parcel.id)
+            if row is not None:
+                raise self._duplicate(self._view(row))
+            error = parcel.last_error
+            values = (
+                self._name,
+                _to_column(parcel.id),
+                random.getrandbits(48),
+                parcel.attempts,
+                parcel.priority,
+                parcel.created_at,
+                parcel.run_at,
+                parcel.max_retries,
+                parcel.lapses,
+                None if error is None else _to_column(error),
+                parcel.token,
+                clock,
+                parcel.leased_at,
+                now,
+                now + seconds,
+                turn,
+                parcel.state,
+                parcel.text,
+            )
+            db.execute(_LITE_ADOPT, values)
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        return cast("set[str]", self._transact(self._drop, parcels))
+
+    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
+        void = set()
+        for parcel in parcels:
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            if not db.execute(_LITE_DONE, fence).rowcount:
+                void.add(parcel.id)
+        return void
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._transact(self._let_go, parcels)
+
+    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
+        now = time.time()
+        for parcel in parcels:
+            state = "delayed" if parcel.run_at > now else "ready"
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            change = (
+                "dead" if parcel.state == "dead" else state,
+                parcel.run_at,
+                parcel.leased_at,
+            )
+            db.execute(_LITE_LET_GO, (*change, *fence))
+
+
+_ENGINE_OF["sqlite"] = _LiteEngine
 
 
 # PostgreSQL engine
@@ -6737,16 +8060,14 @@ def _open_queue(args: argparse.Namespace) -> Queue:
 def _find_queue(args: argparse.Namespace) -> Queue:
     """Open a queue that must be there; a mistyped DIR creates nothing."""
     queue = _open_queue(args)
-    try:
-        files = os.listdir(queue.path)
-    except FileNotFoundError:
-        raise _RefusalError(f"no queue {args.dir!r}", _NOTHING) from None
-    if not any(file.startswith(f"{queue.name}.") for file in files):
-        others = sorted(
-            file[: -len(".lock")] for file in files if file.endswith(".lock")
+    names = queue._engine.names()
+    if names is None:
+        raise _RefusalError(f"no queue {queue.path!r}", _NOTHING)
+    if queue.name not in names:
+        hint = f"; -n can name: {', '.join(names)}" if names else ""
+        raise _RefusalError(
+            f"no queue {queue.name!r} in {queue.path!r}{hint}", _NOTHING
         )
-        hint = f"; -n can name: {', '.join(others)}" if others else ""
-        raise _RefusalError(f"no queue {queue.name!r} in {args.dir!r}{hint}", _NOTHING)
     return queue
 
 
