@@ -5732,12 +5732,13 @@ CREATE INDEX tiny_queue_inflight ON HOME.tiny_queue_job
     (queue, place) WHERE state = 'inflight';
 CREATE INDEX tiny_queue_dead ON HOME.tiny_queue_job
     (queue, place) WHERE state = 'dead';
+CREATE TABLE HOME.tiny_queue_queues (name text COLLATE "C" PRIMARY KEY);
 CREATE TABLE HOME.tiny_queue_version (version integer NOT NULL);
 INSERT INTO HOME.tiny_queue_version VALUES (1);
 """
 
 _PG_HAS = """
--- Whether the tables are there; no right is needed to ask.
+-- Looking creates nothing, and needs no right.
 SELECT EXISTS (
     SELECT 1 FROM pg_catalog.pg_class AS c
     JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
@@ -5748,6 +5749,16 @@ SELECT EXISTS (
 _PG_FIND_VERSION = """
 -- Tables of another version are left alone.
 SELECT version FROM HOME.tiny_queue_version
+"""
+
+_PG_REGISTER = """
+-- A drained queue is still there.
+INSERT INTO HOME.tiny_queue_queues VALUES (%(queue)s) ON CONFLICT DO NOTHING
+"""
+
+_PG_NAMES = """
+-- Queues that were ever written to.
+SELECT name FROM HOME.tiny_queue_queues ORDER BY name
 """
 
 _PG_MAKERS_LOCK = """
@@ -6330,8 +6341,8 @@ class _PgLink:
         self._cursor.execute(sql, params)
         return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
 
-    def run(self, sql: str) -> None:
-        self._cursor.execute(sql)
+    def do(self, sql: str, params: dict[str, Any] | None = None) -> None:
+        self._cursor.execute(sql, params)
 
     def usable(self) -> bool:
         """Whether nothing is in flight on it, nor has the server closed it."""
@@ -6449,12 +6460,10 @@ class _PgSession:
     def hear(self, seconds: float) -> bool:
         """Sleep until the server says something, or for so long."""
         pgconn = self.link.connection.pgconn
-        deadline = time.monotonic() + seconds
         if self.told:
             return True
-        while not _poll(self.link.patience.fd, 1, deadline - time.monotonic()):
-            if time.monotonic() >= deadline:
-                return False
+        if not _poll(self.link.patience.fd, 1, seconds):
+            return False
         pgconn.consume_input()
         while pgconn.notifies():
             pass
@@ -6510,7 +6519,9 @@ class _PgBell:
         while idle < 20:
             time.sleep(_PG_QUIET)
             idle += 1
-            if self._owing and self.ask():
+            if self._owing:
+                with self._lock:
+                    self._owing, self._told = False, time.monotonic()
                 self._ring()
                 idle = 0
         with self._lock:
@@ -6585,6 +6596,7 @@ class _PgCore(_Engine):
         self._prefix = os.urandom(8).hex() + "-"
         self._numbers = itertools.count(1)
         self._made = False  # whether the tables were found
+        self._registered = False  # and the queue's name is there
         self._looked = -math.inf
         self._session: _PgSession | None = None
         self._session_lock = threading.Lock()
@@ -6689,11 +6701,14 @@ class _PgCore(_Engine):
         *args: Any,
         again: bool = False,
         bulk: bool = False,
+        write: bool = False,
+        nothing: Any = None,
     ) -> Any:
         """Run body(link, doubt, *args) on a connection, within lock_timeout.
 
         What certainly was not carried out is tried again; `again` says that
         body can also repeat what may have been, and `doubt` tells it that.
+        `nothing` is the answer where nothing was ever written.
         """
         if self._pid != os.getpid():
             self.forked()
@@ -6704,8 +6719,8 @@ class _PgCore(_Engine):
             link, sent = None, False
             try:
                 link = self._lend(deadline)
-                if not self._made:
-                    self._make(link)
+                if not self._ready(link, write):
+                    return nothing
                 sent = True
                 return body(link, doubt, *args)
             except (self._driver.Error, OSError) as exc:
@@ -6749,7 +6764,7 @@ class _PgCore(_Engine):
         if isinstance(exc, TimeoutError):
             kind, advice = LockTimeoutError, "is it stopped, or the network cut?"
         if code in ("42P01", "3F000"):
-            self._made = False
+            self._made = self._registered = False
         data: dict[str, Any] = {"path": self.path, "sqlstate": code}
         if kind is LockTimeoutError:
             data["timeout"] = self._lock_timeout
@@ -6774,33 +6789,40 @@ class _PgCore(_Engine):
 
     # Tables
 
-    def _make(self, link: _PgLink) -> None:
-        """Find the tables of this version, or create them once."""
-        find = self._sql(_PG_FIND_VERSION)
-        try:
-            rows = link.rows(find, {})
-        except self._driver.errors.UndefinedTable:
+    def _ready(self, link: _PgLink, write: bool) -> bool:
+        """Whether the tables are there, of this version; a writer makes them,
+        and registers the queue."""
+        if self._registered or (self._made and not write):
+            return True
+        there = link.rows(_PG_HAS, {"schema": self._schema})[0][0]
+        if not there and write:
             self._create(link)
-            rows = link.rows(find, {})
+        elif not there:
+            return False
+        rows = link.rows(self._sql(_PG_FIND_VERSION), {})
         version = rows[0][0] if rows else None
         if version != _PG_VERSION:
             raise QueueError(
                 f"queue {self.path!r}: the tables in schema {self._schema!r} are of"
-                f" version {version}, and this tiny_queue knows {_PG_VERSION}; use the"
-                " same version of it everywhere, or another ?schema=",
+                f" version {version}, and this tiny_queue {__version__} knows"
+                f" {_PG_VERSION}; use the same version of it everywhere, or another"
+                " ?schema=",
                 path=self.path,
             )
-        self._made = True
+        if write:
+            link.do(self._sql(_PG_REGISTER), {"queue": self._name})
+        self._made, self._registered = True, write
+        return True
 
     def _create(self, link: _PgLink) -> None:
         """One of all who come first makes them, the others wait for it."""
         with link.connection.transaction():
-            link.rows(_PG_MAKERS_LOCK, {"family": self._family})
+            link.do(_PG_MAKERS_LOCK, {"family": self._family})
             there, schema = link.rows(_PG_HAS, {"schema": self._schema})[0]
             if not schema:
-                link.run(self._sql(_PG_MAKE_SCHEMA))
+                link.do(self._sql(_PG_MAKE_SCHEMA))
             if not there:
-                link.run(self._sql(_PG_MAKE))
+                link.do(self._sql(_PG_MAKE))
 
     def _sql(self, template: str, **words: str) -> str:
         """A statement with the schema in its place; no user's text."""
@@ -6852,7 +6874,7 @@ class _PgCore(_Engine):
         if where != self._home:
             home = _PG_WHERE
             self._home = self._run(
-                lambda link, _: link.rows(self._sql(home), {}), again=True
+                lambda link, _: link.rows(self._sql(home), {}), again=True, write=True
             )
         if where != self._home:
             raise ValueError(
@@ -6915,6 +6937,20 @@ class _PgLeases(_PgCore):
             link.rows(self._sql(template), {**common, **params}),
         )
 
+    def _rows(
+        self, template: str, again: bool = True, bulk: bool = False, **params: Any
+    ) -> list[tuple[Any, ...]]:
+        """The answer to one statement; none where nothing was ever written."""
+        return cast(
+            "list[tuple[Any, ...]]",
+            self._run(
+                lambda link, _: self._ask(link, template, **params),
+                again=again,
+                bulk=bulk,
+                nothing=[],
+            ),
+        )
+
     def _fresh(self) -> str:
         """An id or token: unique by a random prefix of this process."""
         return f"{self._prefix}{next(self._numbers):x}"
@@ -6957,10 +6993,8 @@ class _PgLeases(_PgCore):
 
     def _ring(self) -> None:
         try:
-            self._run(
-                lambda link, _: self._ask(link, _PG_RING, tell=True, lazy=True),
-                again=True,
-            )
+            if not self._closed:
+                self._rows(_PG_RING, tell=True, lazy=True)
         except QueueError as exc:
             _log().warning("waiting workers not told of new jobs: %s", exc)
 
@@ -6978,14 +7012,17 @@ class _PgLeases(_PgCore):
             body, args = self._put, (new[0], ids[0], exist_ok)
             again, bulk = exist_ok and new[0].id is not None, False
         if connection is not None:
-            self._run(lambda *_: None, again=True)  # the tables are there
+            if not self._registered:
+                self._run(lambda *_: None, again=True, write=True)
             return cast("list[Job]", self._within(connection, body, True, *args))
         soon = any(item.delay <= _TICK or item.at is not None for item in new)
         return cast(
             "list[Job]",
             self._telling(
                 soon,
-                lambda tell: self._run(body, tell, *args, again=again, bulk=bulk),
+                lambda tell: self._run(
+                    body, tell, *args, again=again, bulk=bulk, write=True
+                ),
             ),
         )
 
@@ -7070,7 +7107,10 @@ class _PgLeases(_PgCore):
         """Jobs; if there are none, in how many seconds one will be due."""
         call = self._fresh() + "-"
         owner = session.number if session else 0
-        rows = self._run(self._taking, n, seconds, owner, call, again=True)
+        none = [(None, None, None)]
+        rows = self._run(
+            self._taking, n, seconds, owner, call, again=True, nothing=none
+        )
         due = rows[0][0]
         jobs = [self._view(row[3:], session) for row in rows if row[2] is not None]
         return jobs, math.inf if due is None else max(0.0, due)
@@ -7111,26 +7151,19 @@ class _PgLeases(_PgCore):
         if len(first) > n:
             self._looked = -math.inf  # look again for the rest
         lapses = [lapse for _, lapse in first]
-        self._run(
-            lambda link, _: self._ask(
-                link,
-                _PG_REVIVE,
-                ids=[_to_column(lapse.id) for lapse in lapses],
-                revs=[lapse.rev for lapse in lapses],
-                errors=[_to_column(lapse.reason) for lapse in lapses],
-                n=n,
-                front=_PG_FRONT,
-            ),
-            again=True,
+        self._rows(
+            _PG_REVIVE,
+            ids=[_to_column(lapse.id) for lapse in lapses],
+            revs=[lapse.rev for lapse in lapses],
+            errors=[_to_column(lapse.reason) for lapse in lapses],
+            n=n,
+            front=_PG_FRONT,
         )
         return True, others
 
     def _over(self, older_than: float) -> list[tuple[_Lapse, int]]:
         """Leases that ended unsettled, with their priorities, in order."""
-        rows = self._run(
-            lambda link, _: self._ask(link, _PG_LAPSED, older_than=older_than),
-            again=True,
-        )
+        rows = self._rows(_PG_LAPSED, older_than=older_than)
         over, moved = [], False
         for id, rev, attempts, retries, lapses, priority, moved_from, why in rows:
             if moved_from is not None:
@@ -7141,7 +7174,7 @@ class _PgLeases(_PgCore):
             lapse = _Lapse(_from_column(id), rev, attempts, retries, lapses, reason)
             over.append((lapse, priority))
         if moved:
-            self._run(lambda link, _: self._ask(link, _PG_LET_GO_LAPSED), again=True)
+            self._rows(_PG_LET_GO_LAPSED)
         return over
 
     def lapsed(self, older_than: float) -> list[_Lapse]:
@@ -7150,22 +7183,16 @@ class _PgLeases(_PgCore):
     def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
         if not verdicts:
             return 0
-        params = {
+        params: dict[str, Any] = {
             "ids": [_to_column(lapse.id) for lapse, _, _ in verdicts],
             "revs": [lapse.rev for lapse, _, _ in verdicts],
             "delays": [delay for _, delay, _ in verdicts],
             "errors": [_to_column(error) for _, _, error in verdicts],
         }
-        return cast(
-            int,
-            self._telling(
-                True,
-                lambda tell: self._run(
-                    lambda link, _: self._ask(link, _PG_GIVE_BACK, tell=tell, **params),
-                    again=True,
-                ),
-            )[0][0],
+        rows = self._telling(
+            True, lambda tell: self._rows(_PG_GIVE_BACK, tell=tell, **params)
         )
+        return cast(int, rows[0][0]) if rows else 0
 
     def _live_session(self) -> _PgSession:
         """This object's proof of life; a lost one is replaced, and its jobs
@@ -7182,10 +7209,14 @@ class _PgLeases(_PgCore):
             return cast(_PgSession, self._session)
 
     def _new_session(self) -> _PgSession:
-        return cast(_PgSession, self._run(self._open_session, again=True))
+        """On a connection of its own: the one lent goes back to the pool."""
+        return cast(
+            _PgSession,
+            self._run(lambda *_: self._open_session(), again=True, nothing=None)
+            or self._open_session(),
+        )
 
-    def _open_session(self, link: Any, doubt: bool) -> _PgSession:
-        """A connection of its own: the one lent stays with the pool."""
+    def _open_session(self) -> _PgSession:
         own = self._connect()
         try:
             while True:
@@ -7204,10 +7235,7 @@ class _PgLeases(_PgCore):
             old,
             new,
         )
-        self._run(
-            lambda link, _: self._ask(link, _PG_RENAME, old=old, owner=new),
-            again=True,
-        )
+        self._rows(_PG_RENAME, old=old, owner=new)
 
     # Waiting
 
@@ -7240,8 +7268,10 @@ class _PgLeases(_PgCore):
         link.patience.deadline = time.monotonic() + answer
         session.told.clear()
         try:
-            link.run(f"LISTEN {self._channel}")
-            ready, due = self._ask(link, _PG_PEEK)[0]
+            link.do(f"LISTEN {self._channel}")
+            ready, due = False, None
+            if self._ready(link, False):
+                ready, due = self._ask(link, _PG_PEEK)[0]
             if ready:
                 time.sleep(1e-3)  # or it would be a busy loop around a locked job
                 return True
@@ -7249,7 +7279,7 @@ class _PgLeases(_PgCore):
             return session.hear(max(0.0, seconds))
         finally:
             link.patience.deadline = time.monotonic() + answer
-            link.run(f"UNLISTEN {self._channel}")
+            link.do(f"UNLISTEN {self._channel}")
 
 
 class _PgEngine(_PgLeases):
@@ -7273,22 +7303,27 @@ class _PgEngine(_PgLeases):
         if outcome == "pending":
             params.update(delay=delay, counted=counted)
         if connection is not None:
-            self._within(connection, self._settle, job, template, params)
+            if not self._made:
+                self._run(lambda *_: None, again=True)
+            done = self._within(connection, self._settle, job, template, params)
+            if not done:
+                raise self._lost(job)
             return
-        self._telling(
+        done = self._telling(
             outcome == "pending" and delay <= _TICK,
             lambda tell: self._run(
                 self._settle, job, template, {**params, "tell": tell}, again=True
             ),
         )
+        if not done:
+            raise self._lost(job)
 
     def _settle(
         self, link: Any, doubt: bool, job: Job, template: str, params: dict[str, Any]
-    ) -> None:
+    ) -> bool:
         """Settled twice it finds nothing, and so does a lease that was lost."""
-        if not self._ask(link, template, **params):
-            if not doubt:
-                raise self._lost(job)
+        done = bool(self._ask(link, template, **params))
+        if doubt and not done:
             raise self._in_doubt(
                 QueueError(
                     f"queue {self.path!r}: the connection was lost while job"
@@ -7298,20 +7333,17 @@ class _PgEngine(_PgLeases):
                     path=self.path,
                 )
             )
+        return done
 
     def extend(self, job: Job, seconds: float) -> Job:
         session = self._live_session() if self._notify else None
-        rows = self._run(
-            lambda link, _: self._ask(
-                link,
-                _PG_EXTEND,
-                id=_to_column(job.id),
-                token=job.token,
-                seconds=seconds,
-                owner=session.number if session else 0,
-                lazy=True,
-            ),
-            again=True,
+        rows = self._rows(
+            _PG_EXTEND,
+            id=_to_column(job.id),
+            token=job.token,
+            seconds=seconds,
+            owner=session.number if session else 0,
+            lazy=True,
         )
         if not rows:
             raise self._lost(job)
@@ -7321,12 +7353,8 @@ class _PgEngine(_PgLeases):
 
     def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
         states = _PG_STATES[state]
-        text = self._run(
-            lambda link, _: self._ask(link, _PG_SNAPSHOT, states=states, limit=limit),
-            again=True,
-            bulk=True,
-        )[0][0]
-        return self._pages(text or "", states)
+        rows = self._rows(_PG_SNAPSHOT, bulk=True, states=states, limit=limit)
+        return self._pages((rows and rows[0][0]) or "", states)
 
     def _pages(self, ids: str, states: list[str]) -> Iterator[Job]:
         """Read the jobs page by page; what left these states is left out."""
@@ -7338,28 +7366,25 @@ class _PgEngine(_PgLeases):
                 end = len(ids) if end < 0 else end
                 page.append(ids[start:end])
                 start = end + 1
-            rows = self._run(
-                lambda link, _, page=page: self._ask(
-                    link, _PG_PAGE_OF, ids=page, states=states
-                ),
-                again=True,
-            )
+            rows = self._rows(_PG_PAGE_OF, ids=page, states=states)
             found = {row[0]: row for row in rows}
             yield from [self._view(found[id]) for id in page if id in found]
 
     def find(self, id: str) -> Job:
-        rows = self._run(
-            lambda link, _: self._ask(link, _PG_FIND, id=_to_column(id)), again=True
-        )
+        rows = self._rows(_PG_FIND, id=_to_column(id))
         if not rows:
             raise self._unknown(id, "pending, inflight or dead")
         return self._view(rows[0])
 
     def counts(self) -> Stats:
-        rows = self._run(
-            lambda link, _: self._ask(link, _PG_COUNTS), again=True, bulk=True
+        rows = self._rows(_PG_COUNTS, bulk=True)
+        return Stats(*rows[0]) if rows else Stats(0, 0, 0, 0, 0, None, None, 0)
+
+    def names(self) -> list[str] | None:
+        found = self._run(
+            lambda link, _: link.rows(self._sql(_PG_NAMES), {}), again=True
         )
-        return Stats(*rows[0])
+        return None if found is None else [row[0] for row in found]
 
     def verify(self) -> list[Damage]:
         """Have the server read every job; its own checksums speak."""
@@ -7387,10 +7412,8 @@ class _PgEngine(_PgLeases):
             return self._requeue_all()
         rows = self._telling(
             True,
-            lambda tell: self._run(
-                lambda link, _: self._ask(
-                    link, _PG_REQUEUE_ONE, id=_to_column(id), tell=tell
-                )
+            lambda tell: self._rows(
+                _PG_REQUEUE_ONE, again=False, id=_to_column(id), tell=tell
             ),
         )
         if not rows:
@@ -7398,8 +7421,8 @@ class _PgEngine(_PgLeases):
         return 1
 
     def _requeue_all(self) -> int:
-        last = self._run(lambda link, _: self._ask(link, _PG_LAST_DEATH), again=True)
-        if last[0][0] is None:
+        last = self._rows(_PG_LAST_DEATH)
+        if not last or last[0][0] is None:
             return 0
         return cast(
             int,
@@ -7415,19 +7438,16 @@ class _PgEngine(_PgLeases):
         """Repeat a statement of bounded size until it finds nothing."""
         total, count = 0, 1
         while count:
-            count = self._run(
-                lambda link, _: self._ask(link, template, **params), bulk=True
-            )[0][0]
+            rows = self._rows(template, again=False, bulk=True, **params)
+            count = rows[0][0] if rows else 0
             total += count
         return total
 
     def remove(self, id: str) -> bool:
-        return bool(
-            self._run(lambda link, _: self._ask(link, _PG_REMOVE, id=_to_column(id)))
-        )
+        return bool(self._rows(_PG_REMOVE, again=False, id=_to_column(id)))
 
     def purge(self, state: str, older_than: float) -> int:
-        start = self._run(lambda link, _: self._ask(link, _PG_CLOCK), again=True)
+        start = self._rows(_PG_CLOCK) or [(0.0,)]
         return self._many(
             _PG_PURGE,
             states=_PG_STATES[state],
@@ -7457,21 +7477,15 @@ class _PgEngine(_PgLeases):
             left = n - len(parcels)
             if left > 0:
                 text = self._sql(_PG_HOLD, STATE=internal, PLACING=placing)
-                rows = self._run(
-                    lambda link, _, text=text, left=left: self._ask(
-                        link, text, n=left, seconds=seconds, prefix=prefix, state=state
-                    ),
-                    bulk=True,
-                )
+                rows = self._rows(
+                    text, again=False, bulk=True, n=left, seconds=seconds,
+                    prefix=prefix, state=state,
+                )  # fmt: skip
                 parcels += [self._parcel(row) for row in rows]
         return parcels
 
     def held(self, prefix: str) -> list[_Parcel]:
-        rows = self._run(
-            lambda link, _: self._ask(link, _PG_HELD, prefix=prefix),
-            again=True,
-            bulk=True,
-        )
+        rows = self._rows(_PG_HELD, bulk=True, prefix=prefix)
         return [self._parcel(row) for row in rows]
 
     def _parcel(self, row: Sequence[Any]) -> _Parcel:
@@ -7494,7 +7508,7 @@ class _PgEngine(_PgLeases):
             None if error is None else _to_column(error)
             for error in columns["last_error"]
         ]
-        self._run(self._adopt, columns, seconds, bulk=True)
+        self._run(self._adopt, columns, seconds, bulk=True, write=True)
 
     def _adopt(
         self, link: Any, doubt: bool, columns: dict[str, list[Any]], seconds: float
@@ -7506,9 +7520,7 @@ class _PgEngine(_PgLeases):
             raise self._duplicate(self._view(found[0])) from None
 
     def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
-        rows = self._run(
-            lambda link, _: self._ask(link, _PG_DROP, **_held(parcels)), bulk=True
-        )
+        rows = self._rows(_PG_DROP, again=False, bulk=True, **_held(parcels))
         return {parcel.id for parcel in parcels} - {
             _from_column(row[0]) for row in rows
         }
@@ -7516,17 +7528,11 @@ class _PgEngine(_PgLeases):
     def let_go(self, parcels: Sequence[_Parcel]) -> None:
         self._telling(
             True,
-            lambda tell: self._run(
-                lambda link, _: self._ask(
-                    link, _PG_LET_GO, tell=tell, **_held(parcels)
-                ),
-                again=True,
-                bulk=True,
-            ),
+            lambda tell: self._rows(_PG_LET_GO, bulk=True, tell=tell, **_held(parcels)),
         )
 
 
-def _held(parcels: Sequence[_Parcel]) -> dict[str, list[str]]:
+def _held(parcels: Sequence[_Parcel]) -> dict[str, Any]:
     return {
         "ids": [_to_column(parcel.id) for parcel in parcels],
         "tokens": [parcel.token for parcel in parcels],
