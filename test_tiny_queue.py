@@ -5225,6 +5225,541 @@ class ProcessesTest(Case):
         self.assertEqual(queue.verify(), [])
 
 
+# SQLite engine
+# =============================================================================
+
+
+@every_engine(needs="can_join")
+class JoinTest(Case):
+    """put() and task_done() inside the caller's own transaction."""
+
+    def setUp(self):
+        super().setUp()
+        self.queue = self.open(backoff=lambda n: 0, max_retries=1)
+        self.queue.put("first", id="a")
+        self.conn = self.place.connect(self.path)
+        self.addCleanup(self.conn.close)
+        self.conn.execute("CREATE TABLE effects (job text)")
+        self.conn.commit()
+
+    def effect(self, job="a"):
+        self.conn.execute(f"INSERT INTO effects (job) VALUES ('{job}')")
+
+    def effects(self):
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            return [row[0] for row in conn.execute("SELECT job FROM effects")]
+
+    def test_put_is_there_when_the_caller_commits(self):
+        """A rollback takes the jobs along; nobody sees them before."""
+        for end, want in ((self.conn.rollback, 1), (self.conn.commit, 4)):
+            self.effect()
+            job = self.queue.put(2, id="b", connection=self.conn)
+            self.queue.put_many([3, 4], delay=60, connection=self.conn)
+            self.assertEqual((job.id, len(self.queue)), ("b", 1))
+            end()
+            for view in self.views(self.queue):
+                self.assertEqual(len(view), want)
+        self.assertEqual(self.effects(), ["a"])
+
+    def test_a_settlement_is_there_when_the_caller_commits(self):
+        """Done, retried or dead: with the effect, or not at all."""
+        states = []
+        for outcome in ((False, "no"), (False, "no"), (True,)):
+            self.queue.requeue_dead()
+            job = self.queue.get()
+            self.effect()
+            self.queue.task_done(job, *outcome, connection=self.conn)
+            self.conn.rollback()
+            self.assertEqual(self.queue.find("a"), job)
+            self.effect()
+            self.queue.task_done(job, *outcome, connection=self.conn)
+            self.assertEqual(self.queue.find("a").state, "inflight")
+            self.conn.commit()
+            self.assertRaises(tq.LeaseLostError, self.queue.task_done, job)
+            states.append([job.state for job in self.queue.jobs()])
+        self.assertEqual(states, [["pending"], ["dead"], []])
+        self.assertEqual(len(self.effects()), 3)
+
+    def test_a_lost_lease_leaves_the_transaction_as_it_was(self):
+        """LeaseLostError, and the caller may still commit what he wrote."""
+        job = self.queue.get()
+        self.queue.release(job)
+        self.effect()
+        for outcome in (True, False):
+            with self.assertRaises(tq.LeaseLostError):
+                self.queue.task_done(job, outcome, connection=self.conn)
+        self.conn.commit()
+        self.assertEqual(self.effects(), ["a"])
+        self.assertEqual(self.queue.find("a").state, "pending")
+
+    def test_a_duplicate_leaves_the_transaction_as_it_was(self):
+        """One living id refuses all, those put in it too; the rest stays."""
+        self.effect()
+        self.queue.put(1, id="b", connection=self.conn)
+        for ids in (["c", "a"], ["c", "b"]):
+            with self.assertRaises(tq.DuplicateJobError):
+                self.queue.put_many([1, 2], ids=ids, connection=self.conn)
+        found = self.queue.put(5, id="a", exist_ok=True, connection=self.conn)
+        self.assertEqual(found.payload, "first")
+        self.conn.commit()
+        self.assertEqual([job.id for job in self.queue.jobs()], ["a", "b"])
+        self.assertEqual(self.effects(), ["a"])
+
+    def test_bad_arguments_leave_the_transaction_as_it_was(self):
+        """As without a connection: TypeError, ValueError, nothing put."""
+        self.effect()
+        for bad in ({"payload": {1, 2}}, {"payload": 1, "id": ""}):
+            with self.assertRaises((TypeError, ValueError)):
+                self.queue.put(**bad, connection=self.conn)
+        self.conn.commit()
+        self.assertEqual((len(self.queue), self.effects()), (1, ["a"]))
+
+    def test_what_is_no_connection_to_it_is_refused(self):
+        """Any other object, and one to another database."""
+        for bad in (object(), "connection", self.queue):
+            self.assertRaises(TypeError, self.queue.put, 1, connection=bad)
+        other = tempfile.mkdtemp(dir=self.dir)
+        with contextlib.closing(self.place.connect(self.place.where(other))) as conn:
+            self.assertRaises(ValueError, self.queue.put, 1, connection=conn)
+        self.assertEqual(len(self.queue), 1)
+
+    def test_a_commit_ends_another_s_wait(self):
+        """A waiting get has the job as soon as the caller commits."""
+
+        def waiter(link):
+            queue = self.open()
+            self.assertIsNone(queue.get())
+            link.tell("waiting")
+            return queue.get(timeout=PATIENCE).payload
+
+        self.queue.task_done(self.queue.get())
+        child = self.spawn(waiter)
+        child.hear()
+        self.queue.put("joined", connection=self.conn)
+        start = time.monotonic()
+        self.conn.commit()
+        self.assertEqual(child.hear(), "joined")
+        self.assertLess(time.monotonic() - start, 2.0)
+
+
+class DirectoryJoinTest(Case):
+    def test_a_directory_refuses_a_connection(self):
+        """ValueError, with nothing written."""
+        queue = self.open()
+        with contextlib.closing(sqlite3.connect(":memory:")) as conn:
+            self.assertRaises(ValueError, queue.put, 1, connection=conn)
+            self.assertRaises(ValueError, queue.put_many, [1], connection=conn)
+        self.assertFalse(os.path.exists(self.path))
+
+
+class ExactlyOnceTest(Case):
+    """Killed at any step of SQLite, a handler's effects are there once."""
+
+    place = SqlitePlace()
+    JOBS = 2
+
+    def prepare(self):
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            conn.execute("CREATE TABLE IF NOT EXISTS effects (job)")
+            conn.execute("DELETE FROM effects")
+            conn.commit()
+        with tq.Queue(self.path, fsync=False, max_retries=99) as queue:
+            queue.put_many(range(self.JOBS))
+
+    def work(self, step):
+        """Do all jobs; step() is called at every step of the transactions."""
+        queue = tq.Queue(self.path, fsync=False, max_retries=99, backoff=lambda n: 0)
+        conn = self.place.connect(self.path)
+        conn.set_progress_handler(step, 1)  # at each instruction of a statement
+        while len(queue) or queue.stats().inflight:
+            for job in iter(queue.get, None):
+                step()
+                conn.execute("INSERT INTO effects VALUES (?)", (job.payload,))
+                step()
+                queue.task_done(job, connection=conn)
+                step()
+                conn.commit()
+                step()
+        conn.close()
+        queue.close()
+
+    def killed_at(self, number):
+        """Work in a child that dies at a step; whether it had so many."""
+        pid = os.fork()
+        if pid == 0:
+            steps = itertools.count(1)
+
+            def step():
+                if next(steps) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            try:
+                self.work(step)
+            finally:
+                os._exit(0)
+        return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+    def test_each_effect_is_there_once_wherever_it_dies(self):
+        """The job and what its handler wrote commit together or not at all."""
+        stride, number, kills, killed = 1 if DEEP else 7, 1, 0, True
+        while killed:
+            self.prepare()
+            killed = self.killed_at(number)
+            self.work(lambda: None)
+            with contextlib.closing(self.place.connect(self.path)) as conn:
+                found = conn.execute("SELECT job FROM effects ORDER BY job").fetchall()
+            self.assertEqual([row[0] for row in found], list(range(self.JOBS)), number)
+            kills, number = kills + killed, number + stride
+        print(f"\nExactlyOnceTest: {kills} kills in a handler", file=sys.stderr)
+        self.assertGreater(kills, 20)
+
+
+class SqliteTest(Case):
+    place = SqlitePlace()
+
+    def setUp(self):
+        super().setUp()
+        self.file = os.path.join(self.dir, "jobs.db")
+
+    def connect(self, **options):
+        conn = sqlite3.connect(self.file, isolation_level=None, **options)
+        self.addCleanup(conn.close)
+        return conn
+
+    def test_urls(self):
+        """Three slashes and a relative path, four and an absolute one; percent
+        signs as in any URL."""
+        before = os.getcwd()
+        os.chdir(self.dir)
+        try:
+            for url in (self.path, "sqlite:///jobs.db", "sqlite:///./%6aobs.db"):
+                queue = self.open(path=url)
+                self.assertEqual(queue.path, f"sqlite:///{os.path.realpath(self.file)}")
+                queue.put(url)
+        finally:
+            os.chdir(before)
+        self.assertEqual(len(self.open()), 3)
+        self.open(path=f"sqlite:///{self.dir}/50%25 a?b.db".replace("?", "%3F")).put(1)
+        self.assertTrue(os.path.exists(os.path.join(self.dir, "50% a?b.db")))
+
+    def test_urls_that_name_no_file(self):
+        """In memory, a host, an unknown option: ValueError, nothing made."""
+        for rest in ("", "/", "/:memory:", "/file::memory:", "host/a.db", "a.db",
+                     f"/{self.file}?mode=ro", "/a%00b"):  # fmt: skip
+            with self.subTest(rest):
+                self.assertRaises(ValueError, tq.Queue, f"sqlite://{rest}")
+        with self.assertRaisesRegex(ValueError, "cross_process_lock"):
+            self.open(cross_process_lock=False)
+        self.assertEqual(os.listdir(self.dir), [])
+
+    def test_it_lives_in_the_application_s_database(self):
+        """Beside tables of the same names as its columns; nothing of theirs
+        changes, the user_version neither."""
+        conn = self.connect()
+        conn.execute("PRAGMA user_version = 7")
+        conn.execute("CREATE TABLE jobs (id, queue, state)")
+        conn.execute("INSERT INTO jobs VALUES (1, 2, 3)")
+        queue = self.open()
+        self.assertEqual((len(queue), queue.verify()), (0, []))
+        queue.put("x")
+        self.open(name="other").put("y")
+        self.assertDrains(queue, ["x"])
+        tables = "SELECT name FROM sqlite_master WHERE name NOT LIKE 'tiny_queue_%'"
+        self.assertEqual(
+            [row[0] for row in conn.execute(tables)],
+            ["jobs"] + ["sqlite_autoindex_tiny_queue_queues_1"],
+        )
+        self.assertEqual(conn.execute("PRAGMA user_version").fetchone(), (7,))
+        self.assertEqual(conn.execute("SELECT * FROM jobs").fetchall(), [(1, 2, 3)])
+
+    def test_looking_at_somebody_s_database_adds_nothing(self):
+        """Until the first put there is no table of ours in it."""
+        self.connect().execute("CREATE TABLE theirs (x)")
+        queue = self.open()
+        self.assertEqual((queue.get(), len(queue), list(queue.jobs())), (None, 0, []))
+        names = self.connect().execute("SELECT name FROM sqlite_master").fetchall()
+        self.assertEqual(names, [("theirs",)])
+
+    def test_hot_statements_are_short_index_scans(self):
+        """No scan of a table, no sorting: far-future jobs cost nothing."""
+        self.open().put(1)
+        conn = self.connect()
+        for name, statement in vars(tq).items():
+            if name.startswith("_LITE_") and isinstance(statement, str):
+                if re.match(r"(SELECT|UPDATE|DELETE)\s", statement):
+                    count = statement.count("?")
+                    values = {"name": 1, "n": 1, "now": 1} if not count else [1] * count
+                    plan = conn.execute(f"EXPLAIN QUERY PLAN {statement}", values)
+                    told = "; ".join(row[3] for row in plan)
+                    self.assertNotIn("TEMP B-TREE", told, name)
+                    self.assertNotRegex(told, "SCAN (TABLE )?tiny_queue_jobs", name)
+
+    def test_nothing_newer_than_sqlite_3_31(self):
+        """No RETURNING, UPDATE FROM, window or JSON functions."""
+        for name, text in vars(tq).items():
+            if name.startswith("_LITE_") and isinstance(text, str):
+                self.assertNotRegex(text, r"RETURNING|CONFLICT|OVER|json_|STRICT|iif")
+
+    def test_locked_beyond_lock_timeout(self):
+        """LockTimeoutError in time, which hints at connection=; then it works."""
+        queue = self.open(lock_timeout=0.2)
+        queue.put(1)
+        conn = self.connect()
+        conn.execute("BEGIN IMMEDIATE")
+        start = time.monotonic()
+        with self.assertRaisesRegex(tq.LockTimeoutError, "connection=") as caught:
+            queue.put(2)
+        self.assertTrue(0.2 <= time.monotonic() - start < 1.5)
+        self.assertEqual(caught.exception.timeout, 0.2)
+        self.assertEqual(len(queue), 1)
+        conn.execute("ROLLBACK")
+        queue.put(3)
+        self.assertDrains(self.open(), [1, 3])
+
+    def test_a_poll_of_an_idle_queue_takes_no_lock(self):
+        """While somebody else writes, looking for a job does not wait."""
+        queue = self.open(lock_timeout=0.0)
+        queue.put(1, delay=3600)
+        self.connect().execute("BEGIN IMMEDIATE")
+        for _ in range(100):
+            self.assertIsNone(queue.get())
+
+    def test_a_full_disk(self):
+        """put raises with nothing kept; with space again, all goes on."""
+        queue = self.open()
+        queue.put("first")
+        db = queue._engine._db
+        pages = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count = {pages + 2}")
+        with self.assertRaisesRegex(tq.QueueError, "free some space"):
+            queue.put("x" * 100_000)
+        with self.assertRaises(tq.QueueError):
+            queue.put_many(["y" * 100] * 1000)
+        self.assertEqual(len(self.open()), 1)
+        db.execute("PRAGMA max_page_count = 100000")
+        queue.put("second")
+        self.assertDrains(self.open(), ["first", "second"])
+
+    def test_what_is_no_database(self):
+        """A text file, a directory, a missing folder: one clear error."""
+        text = os.path.join(self.dir, "text")
+        pathlib.Path(text).write_text("no database at all" * 100)
+        for path, word in (
+            (text, "not a database"),
+            (self.dir, "unable to open"),
+            (os.path.join(self.dir, "no", "a.db"), "unable to open"),
+        ):
+            queue = self.open(path=f"sqlite:///{path}")  # fmt: skip
+            with self.assertRaisesRegex(tq.QueueError, word):
+                queue.put(1)
+        self.assertEqual(pathlib.Path(text).read_text(), "no database at all" * 100)
+
+    def test_a_damaged_database_is_told(self):
+        """verify() lists what is wrong; nothing but QueueError is raised."""
+        queue = self.open()
+        queue.put_many(["x" * 500] * 200)
+        queue.close()
+        with open(self.file, "r+b") as file:
+            for page in range(8, os.path.getsize(self.file) // 4096):
+                file.seek(page * 4096)
+                file.write(b"\xff" * 4096)
+        queue = self.open()
+        damage = queue.verify()
+        self.assertEqual({item.file for item in damage}, {"jobs.db"})
+        with self.assertRaisesRegex(tq.QueueError, "malformed.*backup"):
+            list(queue.jobs())
+
+    def test_a_payload_that_is_no_json_is_told(self):
+        """By hand in the table: verify() has its row, other jobs go on."""
+        queue = self.open()
+        queue.put_many(["a", "b"], ids=["a", "b"])
+        self.connect().execute("UPDATE tiny_queue_jobs SET payload='{' WHERE id='a'")
+        (damage,) = queue.verify()
+        self.assertEqual(damage[:2], ("jobs.db", 1))
+        self.assertEqual(queue.get().payload, "b")
+        job = queue.find("a")
+        self.assertEqual((job.state, job.payload), ("dead", None))
+        self.assertIn("not JSON", job.last_error)
+
+    def test_tables_of_another_format_are_refused(self):
+        """With both numbers, and nothing touched."""
+        self.open().put(1)
+        self.connect().execute("UPDATE tiny_queue_queues SET format = 99")
+        before = self.place.raw(self.path)
+        for call in (lambda q: q.put(2), lambda q: len(q), lambda q: q.get()):
+            with self.assertRaisesRegex(tq.QueueError, "format 99.* knows 1"):
+                call(self.open())
+        self.assertEqual(self.place.raw(self.path), before)
+
+    def test_a_network_file_system_is_refused(self):
+        """By its name, where the system tells."""
+        with mock.patch.object(tq, "_file_system", lambda folder: "nfs4"):
+            with self.assertRaisesRegex(tq.QueueError, "nfs4.*local disk"):
+                self.open().put(1)
+
+    def test_a_database_that_was_replaced_or_deleted(self):
+        """The name decides: a put never goes into a file without one."""
+        queue = self.open()
+        queue.put("old")
+        for name in os.listdir(self.dir):
+            os.unlink(os.path.join(self.dir, name))
+        self.assertEqual(len(queue), 0)
+        queue.put("new")
+        self.assertDrains(self.open(), ["new"])
+
+    def test_durability_is_asked_of_sqlite(self):
+        """fsync=True: FULL, save for leases, which may be forgotten; else
+        NORMAL."""
+        for fsync, want in ((True, [2, 1, 1, 2]), (False, [1, 1, 1, 1])):
+            queue, levels = self.open(name=f"q{fsync:d}", fsync=fsync), []
+
+            def level(queue=queue, levels=levels):
+                db = queue._engine._db
+                levels.append(db.execute("PRAGMA synchronous").fetchone()[0])
+
+            queue.put(1)
+            level()
+            job = queue.get()
+            level()
+            queue.extend(job)
+            level()
+            queue.task_done(job)
+            level()
+            self.assertEqual(levels, want)
+        mode = self.connect().execute("PRAGMA journal_mode").fetchone()
+        self.assertEqual(mode, ("wal",))
+
+    def test_a_child_s_commits_outlive_its_parent_s_connection(self):
+        """SQLite's locks do not survive fork, so no connection does: else the
+        parent's close would delete the log that its child writes to."""
+        queue = self.open()
+        queue.put("parent")
+
+        def putter(link):
+            queue.put("child")
+            link.tell()
+            link.hear()
+            queue.put("after the parent closed")
+
+        child = self.spawn(putter)
+        child.hear()
+        self.assertEqual(len(queue), 2)
+        queue.close()
+        child.tell()
+        child.hear()
+        child.end()
+        want = ["parent", "child", "after the parent closed"]
+        self.assertDrains(self.open(), want)
+
+    def test_the_database_file_itself_is_never_opened(self):
+        """A descriptor of ours there would drop SQLite's locks when it closes;
+        the proofs of life are on a file beside it."""
+        opened = []
+
+        def record(path, *args):
+            opened.append(path)
+            return os.open(path, *args)
+
+        with patched("os", open=record):
+            queue = self.open()
+            queue.put(1)
+            queue.task_done(queue.get())
+            queue.get(timeout=0.01)
+            queue.close()
+        self.assertEqual(set(opened), {f"{self.file}-tiny_queue.lock"})
+
+    def test_without_inotify_the_database_is_asked(self):
+        """A put of another thread or process ends the wait all the same."""
+
+        def waiter(link):
+            queue = self.open()
+            link.tell(queue.get())
+            return queue.get(timeout=PATIENCE).payload
+
+        with mock.patch.object(tq, "_Inotify", mock.Mock(side_effect=OSError)):
+            queue, child, found = self.open(), self.spawn(waiter), []
+            queue.put(0, delay=3600)
+            child.hear()
+            self.run_threads(
+                lambda: found.append(queue.get(timeout=PATIENCE).payload),
+                lambda: queue.put_many([1, 2]),
+            )
+            self.assertEqual(sorted([*found, child.hear()]), [1, 2])
+
+    def test_many_jobs_are_shown_in_pages(self):
+        """No transaction is open meanwhile; what is gone is left out."""
+        queue = self.open()
+        queue.put_many(range(2500))
+        jobs = queue.jobs()
+        first = [next(jobs).payload for _ in range(5)]
+        self.open(lock_timeout=0.0).put("others can write")
+        queue.purge("pending")
+        self.assertEqual(first + [job.payload for job in jobs], list(range(1000)))
+
+    def test_the_caller_s_settings_do_not_matter(self):
+        """Row and text factories of the connection stay his own."""
+        queue = self.open()
+        queue.put("x", id="é")
+        conn = self.connect()
+        conn.row_factory, conn.text_factory = sqlite3.Row, bytes
+        conn.execute("BEGIN")
+        found = queue.put(1, id="é", exist_ok=True, connection=conn)
+        self.assertEqual((found.id, found.payload), ("é", "x"))
+        queue.put(2, connection=conn)
+        conn.execute("COMMIT")
+        self.assertIs(conn.text_factory, bytes)
+        self.assertEqual(len(queue), 2)
+
+    def test_autocommit_without_a_transaction_is_refused(self):
+        """There is nothing to be part of; after BEGIN there is."""
+        queue, conn = self.open(), self.connect()
+        with self.assertRaisesRegex(ValueError, "BEGIN IMMEDIATE"):
+            queue.put(1, connection=conn)
+        conn.execute("BEGIN")
+        queue.put(1, connection=conn)
+        conn.execute("ROLLBACK")
+        self.assertEqual(len(queue), 0)
+
+    def test_the_first_put_of_all_may_join(self):
+        """The tables are made in the same transaction, and go with it."""
+        conn = sqlite3.connect(self.file)
+        self.addCleanup(conn.close)
+        conn.execute("CREATE TABLE theirs (x)")
+        for end, want in ((conn.rollback, 0), (conn.commit, 1)):
+            self.open().put("x", connection=conn)
+            end()
+            self.assertEqual(len(self.open()), want)
+        self.assertDrains(self.open(), ["x"])
+
+    def test_moving_between_two_databases(self):
+        """hold, adopt, drop, let_go: each job is deliverable on one side, in
+        its order, as it was; a held one is nobody's."""
+        source, target = self.open(), self.open(name="target")
+        source.put_many(list("ab"), ids=list("ab"), priority=3)
+        source.put("late", id="late", delay=3600, max_retries=7)
+        source.put("dead", id="dead", priority=9)
+        source.bury(source.get(), "why")
+        for state, count in (("pending", 3), ("dead", 1)):
+            held = source._engine.hold(state, 10, 60.0, "move-")
+            self.assertEqual(len(held), count)
+            self.assertIsNone(source.get())
+            self.assertEqual(source._engine.held("move-"), held)
+            target._engine.adopt(held, 60.0)
+            self.assertRaises(
+                tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0
+            )
+            self.assertEqual(target._engine.held("move-"), held)
+            self.assertEqual(source._engine.drop(held), set())
+            self.assertEqual(source._engine.drop(held), {job.id for job in held})
+            target._engine.let_go(held)
+        self.assertEqual(source.stats()[:4], (0, 0, 0, 0))
+        self.assertEqual(target.stats()[:4], (3, 1, 0, 1))
+        late, dead = target.find("late"), target.find("dead")
+        self.assertEqual((late.max_retries, dead.last_error), (7, "why"))
+        self.assertIsNotNone(dead.leased_at)
+        self.assertDrains(target, "ab")
+
+
 # Command line
 # =============================================================================
 

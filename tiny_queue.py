@@ -4482,6 +4482,9 @@ _LITE_RELEASE = f"""UPDATE  -- I6; this delivery does not count
 _LITE_BURY = f"""UPDATE  -- I6; dead jobs stand in the order of death
     tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?, lapses = 0,
     token = NULL, holder = 0 WHERE {_LITE_LEASED}"""
+_LITE_SPOILT = f"""UPDATE  -- a payload changed by hand holds nobody up
+    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?, token = NULL,
+    holder = 0 WHERE place = ?"""
 _LITE_LAPSED = "queue = ? AND id = ? AND state = 'inflight' AND rev = ?"
 _LITE_GIVE_BACK = f"""UPDATE  -- only if nobody was faster
     tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, last_error = ?,
@@ -4541,7 +4544,7 @@ _LITE_SIZE = """SELECT  -- of the whole database
     (page_count - freelist_count) * page_size
     FROM pragma_page_count, pragma_freelist_count, pragma_page_size"""
 _LITE_PAYLOADS = """SELECT  -- every byte that a reader would need
-    place, payload FROM tiny_queue_jobs WHERE queue = ? AND place > ?
+    place, payload FROM tiny_queue_jobs WHERE +queue = ? AND place > ?
     ORDER BY place LIMIT 1000"""
 
 _LITE_HOLD = """UPDATE  -- uncounted, without a holder; `was` says from which state
@@ -4977,7 +4980,25 @@ class _LiteCore(_Engine):
             self.forked()
         self._check_open()
         driver = self._driver
-        db = self._own(connection)
+        if not isinstance(connection, driver.Connection):
+            raise TypeError(
+                "connection: must be a sqlite3.Connection, not"
+                f" {type(connection).__name__}; wrappers have one inside"
+            )
+        # Read as ours does, whatever the caller has set.
+        factory, connection.text_factory = connection.text_factory, str
+        try:
+            db = driver.Cursor(connection)
+            self._check_joins(connection, db)
+            return self._within(connection, db, body, args)
+        except driver.Error as exc:
+            raise self._refused(exc) from exc
+        finally:
+            connection.text_factory = factory
+
+    def _within(
+        self, connection: Any, db: Any, body: Callable[..., Any], args: Any
+    ) -> Any:
         began = not connection.in_transaction
         try:
             if began:
@@ -4987,29 +5008,17 @@ class _LiteCore(_Engine):
             result = body(db, *args)
             db.execute("RELEASE tiny_queue")
             return result
-        except BaseException as exc:
+        except BaseException:
             if connection.in_transaction:  # a full disk may have ended it
                 db.execute("ROLLBACK" if began else "ROLLBACK TO tiny_queue")
-            if isinstance(exc, driver.Error):
-                raise self._refused(exc) from exc
             raise
 
-    def _own(self, connection: Any) -> Any:
-        """A cursor that reads as ours do, whatever the caller has set."""
-        driver = self._driver
-        if not isinstance(connection, driver.Connection):
-            raise TypeError(
-                "connection: must be a sqlite3.Connection, not"
-                f" {type(connection).__name__}; wrappers have one inside"
-            )
-        db = driver.Cursor(connection)
+    def _check_joins(self, connection: Any, db: Any) -> None:
+        files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
         try:
-            files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
-            same = os.path.samefile(os.fsdecode(files.get("main") or ""), self._file)
+            same = os.path.samefile(files.get("main") or "", self._file)
         except FileNotFoundError:
             same = False
-        except driver.Error as exc:
-            raise self._refused(exc) from exc
         if not same:
             raise ValueError(
                 f"connection: its main database is not that of queue {self.path!r};"
@@ -5020,7 +5029,14 @@ class _LiteCore(_Engine):
                 "connection: it is in autocommit mode with no transaction open, so"
                 ' there is nothing to be part of; execute("BEGIN IMMEDIATE") first'
             )
-        return db
+
+
+def _lite_payload(text: str) -> Any:
+    """None for what is no JSON: a lease makes such a job dead and says so."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _lite_busy(exc: Exception) -> bool:
@@ -5132,7 +5148,7 @@ class _LiteLeases(_LiteCore):
         inflight = state == "inflight"
         return Job(
             _from_column(row.id),
-            json.loads(row.payload),
+            _lite_payload(row.payload),
             state,
             row.attempts,
             row.priority,
@@ -5153,7 +5169,11 @@ class _LiteLeases(_LiteCore):
             due = self._transact(self._glance, write=False, nothing=math.inf)
             if due is not None:
                 return _Leased([], [], (news, due))
-        jobs, lapses, due = self._transact(self._lease, n, seconds, held, synced=False)
+        due = 0.0
+        while not due:
+            jobs, lapses, due = self._transact(
+                self._lease, n, seconds, held, synced=False
+            )
         self._idle = not jobs
         return _Leased(jobs, lapses, (news, due))
 
@@ -5171,6 +5191,7 @@ class _LiteLeases(_LiteCore):
     def _lease(
         self, db: Any, n: int, seconds: float, held: bool
     ) -> tuple[list[Job], list[_Lapse], float]:
+        """The last item is when to come again: 0.0 is at once."""
         now, clock = time.time(), time.monotonic()
         db.execute(_LITE_RIPEN, (self._name, now))
         ready = db.execute(_LITE_HEADS, (self._name, n)).fetchall()
@@ -5189,10 +5210,14 @@ class _LiteLeases(_LiteCore):
         for row, lapses in picks:
             turn, token = turn + 1, self._fresh()
             stamp = (token, number, clock, now, now, now + seconds, turn, row.place)
-            leases.append((lapses, row.last_error, *stamp))
-            jobs.append(self._leased_job(row, token, now, now + seconds, holder))
+            try:
+                jobs.append(self._leased_job(row, token, now, now + seconds, holder))
+                leases.append((lapses, row.last_error, *stamp))
+            except (TypeError, ValueError, RecursionError) as exc:
+                note = _to_column(f"its payload is not JSON: {exc}")
+                db.execute(_LITE_SPOILT, (note, row.place))
         db.executemany(_LITE_LEASE, leases)
-        return jobs, undecided, 0.0
+        return jobs, undecided, math.inf if jobs or undecided else 0.0
 
     def _leased_job(
         self,
@@ -5532,7 +5557,12 @@ class _LiteEngine(_LiteLeases):
         file = os.path.basename(self._file)
         whole = self._driver.sqlite_version_info < (3, 33)
         check = "PRAGMA quick_check" + ("" if whole else "(tiny_queue_jobs)")
-        found = self._transact(self._check, check, write=False, nothing=[])
+        try:
+            found = self._transact(self._check, check, write=False, nothing=[])
+        except QueueError as exc:
+            if "malformed" not in str(exc):
+                raise
+            found = [str(exc.__cause__)]
         damage = [Damage(file, 0, text) for text in found if text != "ok"]
         place = 0
         while not damage:
