@@ -1325,6 +1325,7 @@ class _Engine:
     path: str  # the same for people: without a password
     can_join = False  # insert and settle inside the caller's transaction
     can_compact = True
+    steady_leases = True  # a jump of the wall clock ends no living holder's lease
 
     def insert(
         self, new: Sequence[_New], exist_ok: bool, connection: Any = None
@@ -6576,6 +6577,7 @@ class _PgCore(_Engine):
 
     can_join = True
     can_compact = False
+    steady_leases = False  # the server's wall clock is the only one that all see
 
     def __init__(
         self,
@@ -6766,11 +6768,14 @@ class _PgCore(_Engine):
             time.sleep(pause)
             pause = min(pause * 2, 1.0)
 
-    def _lend(self, deadline: float) -> _PgLink:
+    def _check_open(self) -> None:
         if self._closed:
             raise QueueClosedError(
                 f"queue {self.path!r} is closed; make a new Queue", path=self.path
             )
+
+    def _lend(self, deadline: float) -> _PgLink:
+        self._check_open()
         start = time.monotonic()
         link = self._pool.lend(min(deadline, start + self._lock_timeout), self._connect)
         if link is None:
@@ -6889,6 +6894,7 @@ class _PgCore(_Engine):
                 f"connection: it cannot run a statement now ({status.name}); roll back"
                 " or reconnect first"
             )
+        self._check_open()
         guest = _PgGuest(self._driver, connection)
         try:
             if connection not in self._joined:
@@ -7430,8 +7436,8 @@ class _PgEngine(_PgLeases):
 
     def compact(self) -> None:
         raise QueueError(
-            f"queue {self.path!r} is in a database, which vacuums by itself; only"
-            " directories are compacted",
+            f"queue {self.path!r}: there is nothing to compact, as the server reuses"
+            " the space of jobs that are gone by itself",
             path=self.path,
         )
 
