@@ -5851,7 +5851,8 @@ DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = ANY(%(ids)s)
 
 _PG_TAKE = """
 -- What is due later is not scanned, what others lock is skipped, and where
--- something delayed has become due it joins first.
+-- something delayed has become due it joins first.  Who is locked stays `ready`:
+-- asking for that again would tempt the planner to scan them all.
 WITH next AS MATERIALIZED (
     SELECT min(run_at) AS due FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'delayed'
@@ -5859,7 +5860,7 @@ WITH next AS MATERIALIZED (
     SELECT id AS picked_id FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'ready'
         AND (%(ripe)s OR coalesce((SELECT due FROM next) > NOW, true))
-    ORDER BY priority DESC, place LIMIT %(n)s FOR UPDATE SKIP LOCKED
+    ORDER BY priority DESC, place LIMIT N FOR UPDATE SKIP LOCKED
 ), placed AS MATERIALIZED (
     SELECT picked_id, nextval('HOME.tiny_queue_place') AS new_place FROM picked
 ), taken AS (
@@ -5867,7 +5868,7 @@ WITH next AS MATERIALIZED (
         place = new_place, attempts = attempts + 1, leased_at = NOW,
         renewed_at = NOW, lease_until = NOW + %(seconds)s, owner = %(owner)s,
         token = %(call)s || new_place
-    FROM placed WHERE queue = %(queue)s AND id = picked_id AND state = 'ready'
+    FROM placed WHERE queue = %(queue)s AND id = picked_id
     RETURNING place, ROW
 )
 SELECT (SELECT due FROM next) - NOW, LAZY, taken.*
@@ -5882,7 +5883,7 @@ WITH ripe AS MATERIALIZED (
     ORDER BY run_at LIMIT %(n)s FOR UPDATE SKIP LOCKED
 )
 UPDATE HOME.tiny_queue_job SET state = 'ready' FROM ripe
-WHERE queue = %(queue)s AND id = ripe_id AND state = 'delayed'
+WHERE queue = %(queue)s AND id = ripe_id
 RETURNING LAZY
 """
 
@@ -5940,7 +5941,7 @@ UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
     leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
     token = NULL
 FROM lapse JOIN first ON first_id = lapse_id
-WHERE queue = %(queue)s AND id = lapse_id AND rev = lapse_rev AND state = 'inflight'
+WHERE queue = %(queue)s AND id = lapse_id
 RETURNING LAZY
 """
 
@@ -5966,8 +5967,7 @@ WITH lapse AS MATERIALIZED (
         leased_at = CASE WHEN delay IS NULL THEN leased_at END,
         lapses = lapses + 1, last_error = error, renewed_at = NULL,
         lease_until = NULL, owner = NULL, token = NULL
-    FROM placed WHERE queue = %(queue)s AND id = lapse_id AND rev = lapse_rev
-        AND state = 'inflight'
+    FROM placed WHERE queue = %(queue)s AND id = lapse_id
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM given), TELL, LAZY
@@ -6061,7 +6061,7 @@ WITH picked AS MATERIALIZED (
 ), back AS (
     UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
         place = new_place, run_at = 0, attempts = 0, lapses = 0, leased_at = NULL
-    FROM placed WHERE queue = %(queue)s AND id = picked_id AND state = 'dead'
+    FROM placed WHERE queue = %(queue)s AND id = picked_id
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM back), TELL, LAZY
@@ -6097,7 +6097,7 @@ WITH picked AS MATERIALIZED (
     LIMIT %(n)s FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM HOME.tiny_queue_job USING picked
-    WHERE queue = %(queue)s AND id = picked_id AND state = ANY(%(states)s)
+    WHERE queue = %(queue)s AND id = picked_id
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM gone), LAZY
@@ -6173,7 +6173,7 @@ WITH picked AS MATERIALIZED (
     UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
         moved_from = %(state)s, renewed_at = NOW, lease_until = NOW + %(seconds)s,
         owner = 0, token = %(prefix)s || nextval('HOME.tiny_queue_place')
-    FROM picked WHERE queue = %(queue)s AND id = picked_id AND state = 'STATE'
+    FROM picked WHERE queue = %(queue)s AND id = picked_id
     RETURNING *
 )
 SELECT PARCEL, LAZY FROM held ORDER BY PLACING
@@ -6712,6 +6712,8 @@ class _PgCore(_Engine):
         return link
 
     def _set_up(self, link: _PgLink, milliseconds: int) -> None:
+        # Each statement is a few steps in an index.  The planner must not think
+        # otherwise because its statistics were made while the queue was empty.
         settings = {
             "lock_timeout": milliseconds,
             "statement_timeout": min(6 * milliseconds, 2**31 - 1),
@@ -6719,6 +6721,10 @@ class _PgCore(_Engine):
             "idle_session_timeout": 0,
             "default_transaction_isolation": "read committed",
             "jit": "off",
+            "enable_seqscan": "off",
+            "enable_bitmapscan": "off",
+            "enable_hashjoin": "off",
+            "enable_mergejoin": "off",
             "tcp_keepalives_idle": self._keepalive,
             "tcp_keepalives_interval": max(1, self._keepalive // 3),
             "tcp_keepalives_count": 3,
@@ -7158,8 +7164,9 @@ class _PgLeases(_PgCore):
             mine = self._ask(link, _PG_MINE, call=call)
             if mine:
                 return [(None, None, *row) for row in mine]
+        one = self._sql(_PG_TAKE, N="1" if n == 1 else "%(n)s")
         take = functools.partial(
-            self._ask, link, _PG_TAKE, n=n, seconds=seconds, owner=owner, call=call,
+            self._ask, link, one, n=n, seconds=seconds, owner=owner, call=call,
             lazy=True,
         )  # fmt: skip
         rows = take(ripe=False)
