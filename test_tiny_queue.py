@@ -5814,6 +5814,24 @@ class SqliteTest(Case):
             )
             self.assertEqual(sorted([*found, child.hear()]), [1, 2])
 
+    def test_a_durable_put_ends_the_wait_at_once(self):
+        """The kernel tells of the write, the commit comes after the sync: who
+        waits does not look too early and then sleep on."""
+
+        def putter(link):
+            queue = self.open(fsync=True)
+            for n in range(20):
+                link.hear()
+                queue.put(n)
+
+        queue, child = self.open(), self.spawn(putter)
+        queue.put("there", delay=3600)
+        for n in range(20):
+            child.tell()
+            start = time.monotonic()
+            self.assertEqual(queue.get(timeout=PATIENCE).payload, n)
+            self.assertLess(time.monotonic() - start, 0.8)
+
     def test_many_jobs_are_shown_in_pages(self):
         """No transaction is open meanwhile; what is gone is left out."""
         queue = self.open()
@@ -5859,7 +5877,7 @@ class SqliteTest(Case):
             self.assertEqual(len(self.open()), want)
         self.assertDrains(self.open(), ["x"])
 
-    def test_moving_between_two_databases(self):
+    def test_moving_between_two_queues(self):
         """hold, adopt, drop, let_go: each job is deliverable on one side, in
         its order, as it was; a held one is nobody's."""
         source, target = self.open(), self.open(name="target")
@@ -5868,24 +5886,25 @@ class SqliteTest(Case):
         source.put("dead", id="dead", priority=9)
         source.bury(source.get(), "why")
         for state, count in (("pending", 3), ("dead", 1)):
-            held = source._engine.hold(state, 10, 60.0, "move-")
-            self.assertEqual(len(held), count)
-            self.assertIsNone(source.get())
-            self.assertEqual(source._engine.held("move-"), held)
-            target._engine.adopt(held, 60.0)
-            self.assertRaises(
-                tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0
-            )
-            self.assertEqual(target._engine.held("move-"), held)
-            self.assertEqual(source._engine.drop(held), set())
-            self.assertEqual(source._engine.drop(held), {job.id for job in held})
-            target._engine.let_go(held)
+            self.move(source, target, state, count)
         self.assertEqual(source.stats()[:4], (0, 0, 0, 0))
         self.assertEqual(target.stats()[:4], (3, 1, 0, 1))
         late, dead = target.find("late"), target.find("dead")
         self.assertEqual((late.max_retries, dead.last_error), (7, "why"))
         self.assertIsNotNone(dead.leased_at)
         self.assertDrains(target, "ab")
+
+    def move(self, source, target, state, count):
+        held = source._engine.hold(state, 10, 60.0, "move-")
+        self.assertEqual(len(held), count)
+        self.assertIsNone(source.get())
+        self.assertEqual(source._engine.held("move-"), held)
+        target._engine.adopt(held, 60.0)
+        self.assertRaises(tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0)
+        self.assertEqual(target._engine.held("move-"), held)
+        self.assertEqual(source._engine.drop(held), set())
+        self.assertEqual(source._engine.drop(held), {job.id for job in held})
+        target._engine.let_go(held)
 
 
 # Command line
@@ -6289,6 +6308,7 @@ class LookingTest(CommandLineCase):
             self.assertIn("TINY_QUEUE_DIR", err)
             _, err = self.inside(name, *"abcdefg", status=2)
             self.assertIn("too many arguments", err)
+        self.inside("bench", "a", "b", status=2)
         self.inside("stats", "jobs", "--frob", status=2)
         self.inside("stats", "jobs", "-n", "no/name", status=2)
         self.inside("put", "jobs", "1", "--delay", "soon", status=2)
@@ -6636,6 +6656,20 @@ class HelpTest(CommandLineCase):
                 )  # fmt: skip
                 self.assertEqual(ran.returncode, 0, (line, ran.stdout, ran.stderr))
 
+    def test_the_readme_has_every_command(self):
+        """Its list of commands has a line for each, and no other."""
+        text = pathlib.Path(ROOT, "README.md").read_text("utf-8")
+        found = re.findall(r"(?m)^    tiny-queue (\w+) ", text)
+        self.assertEqual(sorted(set(found)), sorted(COMMANDS))
+
+    def test_every_help_says_that_a_url_will_do(self):
+        """Wherever DIR stands; the main help shows one."""
+        self.assertIn("sqlite:///", self.inside("--help", status=0)[0])
+        for command in COMMANDS:
+            text, _ = self.inside(command, "--help", status=0)
+            self.assertIn("[DIR]", text)
+            self.assertIn("DIR may be a URL", text)
+
     def test_the_main_help_names_every_command(self):
         """`--help` lists the commands; each has help, options and an example."""
         text, _ = self.inside("--help", status=0)
@@ -6944,10 +6978,15 @@ class ExampleScriptsTest(CommandLineCase):
         self.assertIn("handled bread\nhandled jam\n", out)
         self.assertEqual(json.loads(out.splitlines()[-1])["dead"], 1)
 
+    def test_transfer(self):
+        """Workers die at random, and no money is made or lost."""
+        out = self.run_example(sys.executable, "transfer.py")
+        self.assertRegex(out, r"200 transfers once each, [1-9]\d* workers killed")
+
     def test_they_are_short(self):
         """Each of them has under 60 lines."""
         for name in ("web_handoff.py", "cron_once.py", "async_program.py", "poison.py",
-                     "consume.sh"):  # fmt: skip
+                     "consume.sh", "transfer.py"):  # fmt: skip
             with open(os.path.join(ROOT, "examples", name)) as file:
                 self.assertLess(len(file.readlines()), 60, name)
 
@@ -6984,6 +7023,26 @@ class BenchTest(CommandLineCase):
             self.check_table(out) if out.startswith("|") else self.check_json(out)
         self.assertEqual((child.returncode, table.returncode), (0, 0))
         self.assertEqual(os.listdir(self.folder), [])
+
+    def test_a_database_is_measured_by_its_url(self):
+        """The figures that make sense there, without a floor; its own queues
+        are left empty."""
+        self.check_database(PLACES[1].where(self.folder))
+
+    def check_database(self, url):
+        child = self.start(url)
+        out, err = child.communicate(timeout=60)
+        self.assertEqual((err, child.returncode), ("", 0))
+        machine, *figures = map(json.loads, out.splitlines())
+        self.assertEqual((machine["database"], machine["jobs"]), (url[:6], 200))
+        strange = ("open with", "compact", "memory")
+        want = [work for work in self.WORKS if not work.startswith(strange)]
+        self.assertEqual([figure["work"] for figure in figures], want)
+        for figure in figures:
+            self.assertGreater(figure["value"], 0, figure)
+            self.assertEqual("floor" in figure, "wake-up" in figure["work"], figure)
+        for name in tq.Queue(url)._engine.names():
+            self.assertEqual(tq.Queue(url, name).stats()[:4], (0, 0, 0, 0))
 
     def check_json(self, out):
         machine, *figures = map(json.loads, out.splitlines())

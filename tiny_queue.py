@@ -4460,7 +4460,10 @@ _LITE_LAST_TURN = """SELECT  -- leases stand in the order in which they were giv
 _LITE_LEASE = """UPDATE  -- I6: the token is new at each lease
     tiny_queue_jobs SET rev = rev + 1, state = 'inflight', attempts = attempts + 1,
     lapses = ?, last_error = ?, token = ?, holder = ?, clock = ?, leased_at = ?,
-    renewed_at = ?, lease_until = ?, turn = ?, was = NULL WHERE place = ?"""
+    renewed_at = ?, lease_until = ?, was = NULL, turn = 1 + (
+        SELECT coalesce(max(turn), 0) FROM tiny_queue_jobs
+        WHERE queue = ? AND state = 'inflight'
+    ) WHERE place = ?"""
 _LITE_LEASES = """SELECT  -- what tells whose lease is over, in their order
     id, rev, attempts, priority, max_retries, lapses, holder, clock, renewed_at,
     lease_until - renewed_at FROM tiny_queue_jobs
@@ -4646,40 +4649,53 @@ class _LiteLock(_FileLock):
 
 
 class _LiteWatch(_Watch):
-    """Sleeps until somebody commits: that writes to the database's log."""
+    """Sleeps until somebody commits: that writes to the database's log.
+
+    What is written is not yet committed: the log is synced, and then its
+    index, which no kernel tells of, changes.  So whoever hears of a write asks
+    for the version of the database until that has changed.
+    """
 
     def __init__(self, version: Callable[[], object]) -> None:
         super().__init__()
         self._version = version
 
     def _listen(self, data: Any, seconds: float) -> bool:
-        try:
-            info = os.stat(data)
-        except OSError:  # no queue yet
-            time.sleep(min(max(seconds, 0.0), _POLL))
+        log, seen = data
+        deadline, pause = time.monotonic() + seconds, 1e-4
+        if self._arm(log):
             return True
-        ear, ident = self._ear, (info.st_dev, info.st_ino)
-        if ear is None or self._ident != ident:
-            self._ear, self._ident = self._new_ear(data), ident
-            return True
-        return ear.wait(max(0.0, seconds))
+        ear = self._ear
+        if ear is None:
+            pause = _POLL
+        elif not ear.wait(max(0.0, seconds)):
+            return False
+        while self._version() == seen:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, _POLL)
+        return True
 
-    def _new_ear(self, path: str) -> _Ear:
-        ear: _Ear
+    def _arm(self, log: str) -> bool:
+        """Listen to the log that is there now; whether that is news."""
         try:
-            ear = _Inotify()
-            ear.arm(path, cast(Any, None))
+            info = os.stat(log)
+            ident = (info.st_dev, info.st_ino)
+        except OSError:
+            ident = None  # no queue yet
+        if ident == self._ident:
+            return False
+        self._ear, self._ident = None, ident
+        try:
+            if ident is not None:
+                ear = _Inotify()
+                ear.arm(log, cast(Any, None))
+                self._ear = ear
         except (AttributeError, ImportError, OSError, TypeError):
-            ear = _LiteEar(self._version)
-            ear.arm(path, cast(Any, None))
-        return ear
-
-
-class _LiteEar(_Ear):
-    """Asks the database for its version: its log keeps its size."""
-
-    def __init__(self, version: Callable[[], object]) -> None:
-        self._look = version  # type: ignore[method-assign]
+            pass  # there is none here, or none left
+        return True
 
 
 class _LiteCore(_Engine):
@@ -4735,7 +4751,7 @@ class _LiteCore(_Engine):
         self._db = None  # a cursor of the connection
         self._ident: tuple[int, int] | None = None  # of the file that it has open
         self._readable = self._writable = False  # what was seen to
-        self._synchronous = ""
+        self._synchronous: bool | None = None
 
     def forked(self) -> None:
         self._lock.reset()
@@ -4778,15 +4794,17 @@ class _LiteCore(_Engine):
             ident = (info.st_dev, info.st_ino)
         except FileNotFoundError:
             ident = None
+        if self._ident == ident and (self._writable or self._readable > write):
+            return self._db
         if self._db is not None and self._ident != ident:
             self._disconnect()  # what is open has no name any more
         if self._db is None:
             if ident is None and not write:
                 return None
             self._connect(write)
-        if write and not self._writable:
+        if write:
             self._prepare()
-        if not self._readable:
+        elif not self._readable:
             self._readable = self._known(self._db)
         return self._db if self._readable else None
 
@@ -4850,10 +4868,8 @@ class _LiteCore(_Engine):
 
     def _set_synchronous(self, full: bool) -> None:
         """FULL syncs the log at each commit, NORMAL when it is full."""
-        wanted = "FULL" if full else "NORMAL"
-        if self._synchronous != wanted:
-            self._db.execute(f"PRAGMA synchronous = {wanted}")
-            self._synchronous = wanted
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+        self._synchronous = full
 
     def _version(self) -> object:
         """What each commit changes, those of this connection included."""
@@ -4889,7 +4905,8 @@ class _LiteCore(_Engine):
         try:
             if not lock.threads().acquire(timeout=lock.timeout):
                 raise self._timed_out()
-            self._check_open()
+            if self._closed:
+                raise self._is_gone()
             return self._patiently(body, args, write, synced, nothing)
         except self._driver.Error as exc:
             raise self._refused(exc) from exc
@@ -4899,27 +4916,14 @@ class _LiteCore(_Engine):
             if lock.mine():
                 lock.threads().release()
 
-    def _patiently(
-        self,
-        body: Callable[..., Any],
-        args: Any,
-        write: bool,
-        synced: bool,
-        nothing: Any,
-    ) -> Any:
+    def _patiently(self, *args: Any) -> Any:
         """Try again while others have the database locked: SQLite's own
         waiting sleeps up to 100 ms at a time."""
         deadline = time.monotonic() + self._lock.timeout
         pause = 50e-6
         while True:
             try:
-                db = self._connected(write)
-                if db is None:
-                    return nothing
-                if not write:
-                    return self._transaction("BEGIN", body, *args)
-                self._set_synchronous(self._fsync and synced)
-                return self._transaction("BEGIN IMMEDIATE", body, *args)
+                return self._attempt(*args)
             except self._driver.OperationalError as exc:
                 if not _lite_busy(exc):
                     raise
@@ -4928,6 +4932,23 @@ class _LiteCore(_Engine):
             time.sleep(pause)
             pause = min(pause * 1.5, 1e-3)
 
+    def _attempt(
+        self,
+        body: Callable[..., Any],
+        args: Any,
+        write: bool,
+        synced: bool,
+        nothing: Any,
+    ) -> Any:
+        db = self._connected(write)
+        if db is None:
+            return nothing
+        if not write:
+            return self._transaction("BEGIN", body, *args)
+        if self._synchronous is not (self._fsync and synced):
+            self._set_synchronous(self._fsync and synced)
+        return self._transaction("BEGIN IMMEDIATE", body, *args)
+
     def _transaction(self, begin: str, body: Callable[..., Any], *args: Any) -> Any:
         db = self._db
         try:
@@ -4935,15 +4956,15 @@ class _LiteCore(_Engine):
             result = body(db, *args)
             db.execute("COMMIT")
             return result
-        finally:
+        except BaseException:
             if db.connection.in_transaction:
                 db.execute("ROLLBACK")
+            raise
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise QueueClosedError(
-                f"queue {self.path!r} is closed; make a new Queue", path=self.path
-            )
+    def _is_gone(self) -> QueueClosedError:
+        return QueueClosedError(
+            f"queue {self.path!r} is closed; make a new Queue", path=self.path
+        )
 
     def _timed_out(self) -> LockTimeoutError:
         return LockTimeoutError(
@@ -4979,7 +5000,8 @@ class _LiteCore(_Engine):
         """
         if self._pid != os.getpid():
             self.forked()
-        self._check_open()
+        if self._closed:
+            raise self._is_gone()
         driver = self._driver
         if not isinstance(connection, driver.Connection):
             raise TypeError(
@@ -5099,24 +5121,22 @@ class _LiteLeases(_LiteCore):
                 return [job] if exist_ok else self._duplicate(job)
         now = time.time()
         jobs = [self._new_job(item, now) for item in new]
-        db.executemany(
-            _LITE_INSERT,
-            [
-                (
-                    self._name,
-                    _to_column(job.id),
-                    random.getrandbits(48),  # so that an id put again has another
-                    "delayed" if job.run_at else "ready",
-                    job.priority,
-                    now,
-                    job.run_at,
-                    item.max_retries,
-                    item.text,
-                )
-                for item, job in zip(new, jobs)
-            ],
-        )
+        rows = [self._new_row(item, job) for item, job in zip(new, jobs)]
+        db.executemany(_LITE_INSERT, rows)
         return jobs
+
+    def _new_row(self, item: _New, job: Job) -> tuple[object, ...]:
+        return (
+            self._name,
+            job.id if item.id is None else _to_column(item.id),
+            random.getrandbits(48),  # so that an id put again has another
+            "delayed" if job.run_at else "ready",
+            job.priority,
+            job.created_at,
+            job.run_at,
+            item.max_retries,
+            item.text,
+        )
 
     def _new_job(self, item: _New, now: float) -> Job:
         run_at = 0.0
@@ -5124,14 +5144,14 @@ class _LiteLeases(_LiteCore):
             run_at = item.at if item.at > now else 0.0
         elif item.delay:
             run_at = now + item.delay
+        retries = item.max_retries
+        if retries is None:
+            retries = self._max_retries
         return Job(
             self._fresh() if item.id is None else item.id,
-            item.payload,
-            priority=item.priority,
-            created_at=now,
-            run_at=run_at,
-            max_retries=self._retries(item.max_retries),
-        )
+            item.payload, "pending", 0, item.priority, now, run_at,
+            max_retries=retries,
+        )  # fmt: skip
 
     def _fresh(self) -> str:
         """An id or token: unique by a random prefix of this process."""
@@ -5167,23 +5187,27 @@ class _LiteLeases(_LiteCore):
     def lease(self, n: int, seconds: float, held: bool) -> _Leased:
         news = self._watch.news
         if self._idle:  # look first: a poll of an idle queue writes nothing
-            due = self._transact(self._glance, write=False, nothing=math.inf)
+            nothing = (math.inf, None)
+            due, version = self._transact(self._glance, write=False, nothing=nothing)
             if due is not None:
-                return _Leased([], [], (news, due))
+                return _Leased([], [], (news, due, version))
         due = 0.0
         while not due:
-            jobs, lapses, due = self._transact(
+            jobs, lapses, due, version = self._transact(
                 self._lease, n, seconds, held, synced=False
             )
         self._idle = not jobs
-        return _Leased(jobs, lapses, (news, due))
+        return _Leased(jobs, lapses, (news, due, version))
 
-    def _glance(self, db: Any) -> float | None:
-        """When the next job is due; None if there is something to do now."""
+    def _glance(self, db: Any) -> tuple[float | None, object]:
+        """When the next job is due, or None if there is something to do now;
+        and the version of the database that says so."""
         now, due = time.time(), self._next_due(db)
         if due <= now or db.execute(_LITE_ANY_READY, (self._name,)).fetchone():
-            return None
-        return None if self._over(db, time.monotonic(), now, math.inf) else due
+            return None, None
+        if self._over(db, time.monotonic(), now, math.inf):
+            return None, None
+        return due, self._data_version(db)
 
     def _next_due(self, db: Any) -> float:
         row = db.execute(_LITE_NEXT_DUE, (self._name,)).fetchone()
@@ -5191,8 +5215,9 @@ class _LiteLeases(_LiteCore):
 
     def _lease(
         self, db: Any, n: int, seconds: float, held: bool
-    ) -> tuple[list[Job], list[_Lapse], float]:
-        """The last item is when to come again: 0.0 is at once."""
+    ) -> tuple[list[Job], list[_Lapse], float, object]:
+        """The last items are when to come again, where 0.0 is at once, and the
+        version of the database."""
         now, clock = time.time(), time.monotonic()
         db.execute(_LITE_RIPEN, (self._name, now))
         ready = db.execute(_LITE_HEADS, (self._name, n)).fetchall()
@@ -5203,22 +5228,21 @@ class _LiteLeases(_LiteCore):
             self._lapses_left, undecided = self._first_lapses(db, clock, now)
         picks = self._pick(db, n, collections.deque(map(_LiteRow._make, ready)))
         if not picks:
-            return [], undecided, self._next_due(db)
+            return [], undecided, self._next_due(db), self._data_version(db)
         holder = self._live_holder() if held else None
         number = holder.number if holder else 0
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
         jobs, leases = [], []
         for row, lapses in picks:
-            turn, token = turn + 1, self._fresh()
-            stamp = (token, number, clock, now, now, now + seconds, turn, row.place)
+            token, until = self._fresh(), now + seconds
+            stamp = (token, number, clock, now, now, until, self._name, row.place)
             try:
-                jobs.append(self._leased_job(row, token, now, now + seconds, holder))
+                jobs.append(self._leased_job(row, token, now, until, holder))
                 leases.append((lapses, row.last_error, *stamp))
             except (TypeError, ValueError, RecursionError) as exc:
                 note = _to_column(f"its payload is not JSON: {exc}")
                 db.execute(_LITE_SPOILT, (note, row.place))
         db.executemany(_LITE_LEASE, leases)
-        return jobs, undecided, math.inf if jobs or undecided else 0.0
+        return jobs, undecided, math.inf if jobs or undecided else 0.0, None
 
     def _leased_job(
         self,
@@ -5269,6 +5293,13 @@ class _LiteLeases(_LiteCore):
     def _live_holder(self) -> _Holder | None:
         """This object's proof of life, on the lock file that is there now."""
         lock, holder = self._lock, self._holder
+        if holder is not None and holder.file.fd >= 0:
+            try:
+                info = os.lstat(lock.path)
+                if holder.ident == (info.st_dev, info.st_ino):
+                    return holder
+            except FileNotFoundError:
+                pass  # it is made anew
         lock.acquire(True, self._is_closed)
         try:
             if holder is None or holder.ident != lock.ident or holder.file.fd < 0:
@@ -5541,9 +5572,9 @@ class _LiteEngine(_LiteLeases):
     # Waiting, verifying, closing
 
     def wait(self, seen: object, seconds: float) -> None:
-        news, due = cast("tuple[int, float]", seen)
+        news, due, version = cast("tuple[int, float, object]", seen)
         seconds = min(seconds, max(0.0, due - time.time()))
-        self._watch.wait(news, cast(Any, f"{self._file}-wal"), seconds)
+        self._watch.wait(news, cast(Any, (f"{self._file}-wal", version)), seconds)
 
     def compact(self) -> None:
         raise QueueError(
@@ -7605,10 +7636,12 @@ _BATCH = 1000  # lines of standard input put with one write
 _BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
 _STATE_COLOUR = {"inflight": _GREEN, "dead": _RED}
 _HELP = """\
-A durable job queue in a directory.
+A durable job queue in a directory or a database.
 
-Answers go to standard output, aligned for a person on a terminal and as one
-JSON object a line when piped or with --json; messages go to standard error.
+DIR is a directory, or wherever it stands the URL of a database, such as
+sqlite:///app.db.  Answers go to standard output, aligned for a person on
+a terminal and as one JSON object a line when piped or with --json; messages
+go to standard error.
 Exit status: 0 done, 1 refused or damaged, 2 wrong usage, 3 nothing there (no
 such queue or job, nothing to list or to get).
 
@@ -7666,13 +7699,14 @@ def _abandon_output() -> None:
 # -----------------------------------------------------------------------------
 
 # Name: words behind DIR; options; summary; examples, which make one session.
-# One that has --dir has no DIR.
+# One that has --dir needs no DIR.
 _COMMANDS = {
     "put": (
         "PAYLOAD",
         "string id exist-ok delay at priority max-retries",
         "add a job, or with - one for each line of JSON",
         """put jobs '{"to": "ada@example.com"}'""",
+        """put sqlite:///app.db '{"to": "ada@example.com"}'""",
         """put jobs '"once a day"' --id report-1 --delay 1h --priority 5""",
         "put jobs --string 'plain text'",
         """printf '{"n": 1}\\n{"n": 2}\\n' | @ put jobs -""",
@@ -7737,9 +7771,10 @@ _COMMANDS = {
     "bench": (
         "",
         "dir jobs markdown measure",
-        "measure the queue on this disk, beside bare system calls",
+        "measure the queue on this disk, beside bare system calls, or in a database",
         "bench --jobs 1000",
         "bench --dir . --jobs 1000 --markdown",
+        "bench sqlite:///bench.db --jobs 1000",
     ),
 }
 
@@ -7825,8 +7860,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _command_parser(name)
     args = parser.parse_intermixed_args(argv[1:])
     if hasattr(args, "dir"):
-        if args.words:
+        if args.words[1:]:
             parser.error(f"too many arguments: {' '.join(map(repr, args.words))}")
+        args.dir = args.words[0] if args.words else args.dir
     else:
         everything = getattr(args, "all", False)
         _bind(parser, args, [] if everything else _COMMANDS[name][0].split())
@@ -7875,7 +7911,7 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
 
     words, options, summary, *examples = _COMMANDS[name]
     prog = _prog()
-    where = "" if "dir" in options.split() else f" [DIR] {words}".rstrip()
+    where = f" [DIR] {words}".rstrip()
     calls = [
         line.replace("@ ", f"{prog} ") if "@ " in line else f"{prog} {line}"
         for line in examples
@@ -7883,7 +7919,7 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
     parser = _parser(
         prog=f"{prog} {name}",
         usage=f"%(prog)s [options]{where}",
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        description=f"{summary[0].upper()}{summary[1:]}.  DIR may be a URL.",
         epilog="\n  ".join(["example:" if len(calls) == 1 else "examples:", *calls]),
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -8334,7 +8370,7 @@ def _cmd_cancel(args: argparse.Namespace, out: _Out) -> int:
     (id,) = args.given
     with _find_queue(args) as queue:
         if not queue.cancel(id):
-            raise _RefusalError(f"no job {id!r} in {args.dir!r}", _NOTHING)
+            raise _RefusalError(f"no job {id!r} in {queue.path!r}", _NOTHING)
     return _counted(out, "cancelled", 1)
 
 
@@ -8354,7 +8390,7 @@ def _ask_to_purge(queue: Queue, args: argparse.Namespace) -> None:
     text = f"delete {getattr(queue.stats(), args.state)} {args.state} jobs"
     if args.older_than:
         text += f", as far as not touched for {_age(args.older_than)},"
-    text = _encodable(_visible(f"{text} of {args.dir!r}? [y/N] "), sys.stderr)
+    text = _encodable(_visible(f"{text} of {queue.path!r}? [y/N] "), sys.stderr)
     sys.stderr.write(text)
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -9063,13 +9099,18 @@ def _cmd_bench(args: argparse.Namespace, out: _Out) -> int:
     import signal
     import tempfile
 
-    if not os.path.isdir(args.dir):
+    url = "://" in args.dir
+    if not url and not os.path.isdir(args.dir):
         raise _RefusalError(f"--dir {args.dir!r} is not a directory", _USAGE)
     # SIGTERM ends it like Ctrl-C: its hundred megabytes go in both cases.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    parent = None if url else args.dir
     try:
-        with tempfile.TemporaryDirectory(prefix="tq-bench-", dir=args.dir) as folder:
-            figures = _Bench(os.path.abspath(folder), args.jobs).run()
+        with tempfile.TemporaryDirectory(prefix="tq-bench-", dir=parent) as folder:
+            if url:
+                figures = _DatabaseBench(args.dir, args.jobs).run()
+            else:
+                figures = _Bench(os.path.abspath(folder), args.jobs).run()
     finally:
         _progress("")
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
@@ -9102,7 +9143,7 @@ class _Bench:
         self._fill("few", 100, _SAMPLE)
         self._fill("deep", self.jobs, _SAMPLE)
         self._fill("heavy", self.heavy, "x" * 1000)
-        measures = {
+        measures: dict[str, Callable[[int], None]] = {
             "one by one, fsync=False": self._measure_unsynced,
             "one by one, many at once, eight threads": self._measure_synced,
             "with a backlog": self._measure_backlog,
@@ -9110,6 +9151,9 @@ class _Bench:
             "wake-up": self._measure_wake_up,
             "kill -9": self._measure_kill,
         }
+        return self._take_turns(measures)
+
+    def _take_turns(self, measures: dict[str, Callable[[int], None]]) -> list[_Figure]:
         for turn in range(_ROUNDS):
             for what, measure in measures.items():
                 _progress(f"round {turn + 1} of {_ROUNDS}: {what}")
@@ -9118,10 +9162,20 @@ class _Bench:
 
     def _fill(self, name: str, count: int, payload: Any) -> None:
         """Write a backlog, once for all rounds."""
-        with Queue(os.path.join(self.folder, name), fsync=False) as queue:
+        with self._open(name, False) as queue:
             for start in range(0, count, _MANY):
                 _progress(f"writing {count:,} jobs: {start:,}")
                 queue.put_many([payload] * min(_MANY, count - start))
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """Path and name of a queue for one measure."""
+        return os.path.join(self.folder, name), "default"
+
+    def _open(self, name: str, fsync: bool = True) -> Queue:
+        return Queue(*self._place(name), fsync=fsync)
+
+    def _bare(self, queue: Queue) -> _Bare | None:
+        return _Bare(queue)
 
     def _note(
         self, work: str, unit: str, value: float, floor: float = math.nan
@@ -9140,46 +9194,51 @@ class _Bench:
     # One process
 
     def _measure_unsynced(self, turn: int) -> None:
-        path = os.path.join(self.folder, f"unsynced{turn}")
-        with Queue(path, fsync=False) as queue:
+        with self._open(f"unsynced{turn}", False) as queue:
             bare, put = self._ready(queue)
-            self._pair("put, fsync=False", self.quick, put, bare.put)
+            self._pair("put, fsync=False", self.quick, put, bare.put if bare else None)
             take = functools.partial(_settle_next, queue)
-            self._pair("get + task_done, fsync=False", self.quick, take, bare.take)
+            work = "get + task_done, fsync=False"
+            self._pair(work, self.quick, take, bare.take if bare else None)
 
     def _measure_synced(self, turn: int) -> None:
-        with Queue(os.path.join(self.folder, f"synced{turn}")) as queue:
+        with self._open(f"synced{turn}") as queue:
             bare, put = self._ready(queue)
-            one, bare_one = self._pair("put", self.synced, put, bare.put)
+            bare_put = bare.put if bare else None
+            one, bare_one = self._pair("put", self.synced, put, bare_put)
             # Eight that wait for a sync share the next; the floor's sync one each.
             work = "put by 8 threads"
-            eight, bare_eight = self._pair(work, self.synced, put, bare.put, threads=8)
+            eight, bare_eight = self._pair(work, self.synced, put, bare_put, threads=8)
             self._note("8 threads, to one", "times", eight / one, bare_eight / bare_one)
             take = functools.partial(_settle_next, queue)
-            self._pair("get + task_done", self.synced, take, bare.take)
+            self._pair(
+                "get + task_done", self.synced, take, bare.take if bare else None
+            )
             calls = max(3, self.synced // 25)
             many = functools.partial(queue.put_many, [_SAMPLE] * _MANY)
-            bare_many = functools.partial(bare.put, _MANY)
+            bare_many = functools.partial(bare.put, _MANY) if bare else None
             self._pair(
                 f"put_many, {_MANY:,} a call", calls, many, bare_many, each=_MANY
             )
 
-    def _ready(self, queue: Queue) -> tuple[_Bare, Callable[[], Job]]:
+    def _ready(self, queue: Queue) -> tuple[_Bare | None, Callable[[], Job]]:
         _round_trip(queue)  # the first makes the files
-        return _Bare(queue), functools.partial(queue.put, _SAMPLE)
+        return self._bare(queue), functools.partial(queue.put, _SAMPLE)
 
     def _pair(
         self,
         work: str,
         count: int,
         ours: Callable[[], object],
-        bare: Callable[[], object],
+        bare: Callable[[], object] | None,
         *,
         each: int = 1,
         threads: int = 1,
     ) -> tuple[float, float]:
         """Time both, one after the other, and note jobs per second."""
-        rate, floor = (each * _rate(count, work, threads) for work in (ours, bare))
+        rate, floor = each * _rate(count, ours, threads), math.nan
+        if bare is not None:
+            floor = each * _rate(count, bare, threads)
         self._note(work, "/s", rate, floor)
         return rate, floor
 
@@ -9198,13 +9257,15 @@ class _Bench:
             self._pair(f"compact, {waiting}", 1, queue.compact, copy, each=self.jobs)
 
     def _round_trips(self, queue: Queue, waiting: str) -> None:
-        few, many, count = 0.0, 0.0, self.quick // 5
-        with Queue(os.path.join(self.folder, "few"), fsync=False) as other:
-            bare = _Bare(other)
+        few, many, count, floor = 0.0, 0.0, self.quick // 5, math.nan
+        with self._open("few", False) as other:
+            bare = self._bare(other)
             for _ in range(5):  # by turns: the machine may slow down meanwhile
                 few += 1 / _rate(count, lambda: _round_trip(other))
                 many += 1 / _rate(count, lambda: _round_trip(queue))
-            floor = 1 / _rate(self.quick, bare.put) + 1 / _rate(self.quick, bare.take)
+            if bare is not None:
+                rates = _rate(self.quick, bare.put), _rate(self.quick, bare.take)
+                floor = 1 / rates[0] + 1 / rates[1]
         self._note("round trip, fsync=False, 100 waiting", "/s", 5 / few, 1 / floor)
         self._note(f"round trip, fsync=False, {waiting}", "/s", 5 / many, 1 / floor)
         self._note(f"cost with {waiting}, to 100", "times", many / few)
@@ -9212,17 +9273,20 @@ class _Bench:
     # More than one
 
     def _measure_memory(self, turn: int) -> None:
-        with _Child("memory", os.path.join(self.folder, "heavy")) as child:
+        with _Child("memory", *self._place("heavy")) as child:
             if grown := child.answer():  # 0: this system does not tell
                 work = f"memory a job of 1 KB, {self.heavy:,} waiting"
                 self._note(work, "bytes", grown / self.heavy)
 
     def _measure_wake_up(self, turn: int) -> None:
         """The floor is the wake-up of a process that reads from a pipe."""
-        path = os.path.join(self.folder, f"wake-up{turn}")
+        name = f"wake-up{turn}"
         count = max(20, min(200, self.jobs // 500))
         late = []
-        with Queue(path, fsync=False) as queue, _Child("wake-up", path, count) as child:
+        with (
+            self._open(name, False) as queue,
+            _Child("wake-up", *self._place(name), count) as child,
+        ):
             child.answer()  # it is ready
             for send in (child.send, queue.put):
                 for _ in range(count):
@@ -9236,10 +9300,10 @@ class _Bench:
         """From the holder's death to the delivery to a process that waits."""
         from concurrent.futures import ThreadPoolExecutor
 
-        path = os.path.join(self.folder, f"kill{turn}")
-        with Queue(path) as queue, ThreadPoolExecutor(1) as pool:
+        name = f"kill{turn}"
+        with self._open(name) as queue, ThreadPoolExecutor(1) as pool:
             queue.put(_SAMPLE)
-            with _Child("hold", path) as child:
+            with _Child("hold", *self._place(name)) as child:
                 child.answer()
                 found = pool.submit(queue.get, 60.0)
                 time.sleep(_TICK * (turn + 0.5) / _ROUNDS)  # anywhere in its tick
@@ -9247,6 +9311,45 @@ class _Bench:
                 child.process.kill()
                 queue.task_done(cast("Job", found.result()))
         self._note("redelivery after kill -9", "s", time.perf_counter() - start)
+
+
+class _DatabaseBench(_Bench):
+    """The measures that make sense in a database, in queues of their own
+    there, which are left empty; a floor is not known."""
+
+    _QUEUES = ("few", "deep", "unsynced", "synced", "wake-up", "kill")
+
+    def run(self) -> list[_Figure]:
+        measures: dict[str, Callable[[int], None]] = {
+            "one by one, fsync=False": self._measure_unsynced,
+            "one by one, many at once, eight threads": self._measure_synced,
+            "with a backlog": self._measure_backlog,
+            "wake-up": self._measure_wake_up,
+            "kill -9": self._measure_kill,
+        }
+        try:
+            self._empty()  # what a killed one left
+            self._fill("few", 100, _SAMPLE)
+            self._fill("deep", self.jobs, _SAMPLE)
+            return self._take_turns(measures)
+        finally:
+            self._empty()
+
+    def _empty(self) -> None:
+        for name in self._QUEUES:
+            with self._open(name, False) as queue:
+                for state in _NAME_OF:
+                    queue.purge(state)
+
+    def _place(self, name: str) -> tuple[str, str]:
+        return self.folder, f"tiny-queue-bench-{name.rstrip('012')}"
+
+    def _bare(self, queue: Queue) -> _Bare | None:
+        return None
+
+    def _measure_backlog(self, turn: int) -> None:
+        with self._open("deep", False) as queue:
+            self._round_trips(queue, f"{self.jobs:,} waiting")
 
 
 class _Bare:
@@ -9338,10 +9441,11 @@ def _round_trip(queue: Queue) -> None:
 class _Child:
     """This module, started again for the other side of a measure."""
 
-    def __init__(self, measure: str, folder: str, jobs: int = 1) -> None:
+    def __init__(self, measure: str, path: str, name: str, jobs: int = 1) -> None:
         import subprocess
 
-        options = [f"--measure={measure}", f"--dir={folder}", f"--jobs={jobs}"]
+        options = [f"--measure={measure}", f"--dir={path}", f"--name={name}"]
+        options.append(f"--jobs={jobs}")
         self.process = subprocess.Popen(
             [*_own_command(), "bench", *options],
             stdin=subprocess.PIPE,
@@ -9369,27 +9473,27 @@ class _Child:
 
 def _measure_in_child(args: argparse.Namespace) -> int:
     measures = {"memory": _grow, "wake-up": _be_woken, "hold": _hold}
-    for answer in measures[args.measure](args.dir, args.jobs):
+    for answer in measures[args.measure](args.dir, args.name, args.jobs):
         sys.stdout.write(f"{json.dumps(answer)}\n")
         sys.stdout.flush()
     return _OK
 
 
-def _grow(folder: str, _: int) -> Iterator[float]:
+def _grow(path: str, name: str, _: int) -> Iterator[float]:
     """By how many bytes this process grows when it reads a backlog.
 
     The mean of four times after the first, which also fills what start-up
     has freed and takes what reading needs.
     """
     sizes = []
-    for queue in [Queue(folder) for _ in range(5)]:
+    for queue in [Queue(path, name) for _ in range(5)]:
         queue.stats()
         pages = (_text_of("/proc/self/statm") or "0 0").split()[1]
         sizes.append(int(pages) and int(pages) * os.sysconf("SC_PAGE_SIZE"))
     yield (sizes[-1] - sizes[0]) / 4
 
 
-def _be_woken(folder: str, count: int) -> Iterator[Any]:
+def _be_woken(path: str, name: str, count: int) -> Iterator[Any]:
     """Milliseconds after each write to a pipe, then after each put, sorted."""
 
     def late(since: float) -> float:
@@ -9401,15 +9505,15 @@ def _be_woken(folder: str, count: int) -> Iterator[Any]:
         queue.task_done(job)
         return delay
 
-    with Queue(folder, fsync=False) as queue:
+    with Queue(path, name, fsync=False) as queue:
         queue.stats()
         yield "ready"
         yield sorted(late(*struct.unpack("d", os.read(0, 8))) for _ in range(count))
         yield sorted(take() for _ in range(count))
 
 
-def _hold(folder: str, _: int) -> Iterator[str]:
-    job = Queue(folder).get()
+def _hold(path: str, name: str, _: int) -> Iterator[str]:
+    job = Queue(path, name).get()
     yield cast("Job", job).id
     os.read(0, 1)  # until it is killed
 
@@ -9454,6 +9558,9 @@ def _machine(args: argparse.Namespace) -> dict[str, object]:
     import platform
 
     model = re.search(r"model name\s*: (.+)", _text_of("/proc/cpuinfo"))
+    where = {"disk": _file_system(args.dir)}
+    if "://" in args.dir:
+        where = {"database": args.dir.split("://")[0]}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "tiny_queue": __version__,
@@ -9461,7 +9568,7 @@ def _machine(args: argparse.Namespace) -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()}",
         "cpu": model[1] if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "disk": _file_system(args.dir),
+        **where,
         "jobs": args.jobs,
     }
 
