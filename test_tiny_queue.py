@@ -41,6 +41,7 @@ import errno
 import fcntl
 import functools
 import gc
+import hashlib
 import importlib
 import inspect
 import io
@@ -80,6 +81,7 @@ from unittest import mock
 
 import tiny_queue as tq
 
+psycopg: Any = tq._optional("psycopg")
 DEEP = os.environ.get("TQ_DEEP", "") not in ("", "0")
 LIGHT = os.environ.get("TQ_LIGHT", "") not in ("", "0")
 SEED = int(os.environ.get("TQ_SEED", "1"))
@@ -294,7 +296,11 @@ def waits(thread):
     """Whether a thread is inside the module's waiting, as deep as it goes."""
     frame = sys._current_frames().get(thread.ident)
     code = frame and frame.f_code
-    return code and code.co_filename == tq.__file__ and code.co_name == "wait"
+    return (
+        code
+        and code.co_filename == tq.__file__
+        and code.co_name in ("wait", tq._poll.__name__)
+    )
 
 
 def open_fds():
@@ -383,6 +389,10 @@ class SqlitePlace(Place):
         """The application's own connection, outside of a transaction."""
         return sqlite3.connect(where[len("sqlite:///") :], timeout=PATIENCE)
 
+    def elsewhere(self, folder):
+        """A connection to another database."""
+        return self.connect(self.where(folder))
+
     def rows(self, where, table):
         if not self.exists(where):
             return []
@@ -403,7 +413,111 @@ class SqlitePlace(Place):
         }
 
 
-PLACES = [Place(), SqlitePlace()]
+class PostgresPlace(Place):
+    """A schema of its own on a server, removed at the end."""
+
+    name = "Postgres"
+    engine = tq._PgEngine
+
+    def __init__(self, url):
+        self.url = url
+        self._admin, self._pid = None, 0
+
+    def where(self, folder):
+        schema = hashlib.sha1(folder.encode()).hexdigest()[:16]
+        mark = "&" if "?" in self.url else "?"
+        fast = "options=-c%20synchronous_commit%3Doff"
+        return f"{self.url}{mark}{fast}&schema=tq_test_{schema}"
+
+    def schema(self, where):
+        return where.rpartition("schema=")[2]
+
+    def ask(self, sql, params=()):
+        """Rows that the server answers, on a connection of this process."""
+        if self._pid != os.getpid():
+            self._admin = psycopg.connect(self.url, autocommit=True)
+            self._pid = os.getpid()
+        cursor = self._admin.execute(sql, params)
+        return cursor.fetchall() if cursor.description else []
+
+    def clean(self, where):
+        self.ask("SET lock_timeout = '10s'; SET client_min_messages = error")
+        self.ask(f"DROP SCHEMA IF EXISTS {self.schema(where)} CASCADE")
+
+    def exists(self, where):
+        name = [self.schema(where)]
+        return bool(self.ask("SELECT 1 FROM pg_namespace WHERE nspname = %s", name))
+
+    def begun(self, where, pid):
+        try:
+            return "psycopg" in pathlib.Path(f"/proc/{pid}/maps").read_text()
+        except FileNotFoundError:  # not Linux
+            return True
+
+    def connect(self, where):
+        """The application's own connection, in the queue's schema."""
+        path = f"-c search_path={self.schema(where)}"
+        return psycopg.connect(self.url, options=path)
+
+    def elsewhere(self, folder):
+        return psycopg.connect(self.url, dbname="template1")
+
+    def raw(self, where):
+        if not self.exists(where):
+            return []
+        schema = self.schema(where)
+        return [
+            self.ask(f"SELECT t::text FROM {schema}.tiny_queue_{table} AS t ORDER BY 1")
+            for table in ("queues", "job")
+        ]
+
+    def census(self, where, name="default"):
+        if not self.exists(where):
+            return {}
+        shown = {"ready": "pending", "delayed": "pending"}
+        columns = "SELECT id, state, attempts FROM"
+        table = f"{self.schema(where)}.tiny_queue_job WHERE queue = %s"
+        return {
+            id: (shown.get(state, state), attempts)
+            for id, state, attempts in self.ask(f"{columns} {table}", [name])
+        }
+
+
+def with_our_clock(rows):
+    """While a test has replaced the module's clock, the server's is that one."""
+
+    def told(link, sql, params):
+        if tq.time is not time:
+            sql = sql.replace(tq._PG_NOW, "%(now)s::float8")
+            params = {**params, "now": tq.time.time()}
+        return rows(link, sql, params)
+
+    return told
+
+
+for link in (tq._PgLink, tq._PgGuest):
+    link.rows = with_our_clock(link.rows)
+
+
+def find_postgres():
+    """URLs of servers to test with, and why there are none."""
+    if psycopg is None:
+        return [], "psycopg does not import here"
+    named = os.environ.get("TINY_QUEUE_TEST_URLS", "").split()
+    if named:
+        return named, ""
+    for url in ("postgresql:///test", "postgresql://127.0.0.1/test",
+                "postgresql://postgres@127.0.0.1/test"):  # fmt: skip
+        try:
+            psycopg.connect(url, connect_timeout=2).close()
+            return [url], ""
+        except psycopg.Error:
+            pass
+    return [], "no PostgreSQL server answers"
+
+
+POSTGRES, NO_POSTGRES = find_postgres()
+PLACES = [Place(), SqlitePlace(), *map(PostgresPlace, POSTGRES)]
 
 
 def every_engine(case=None, *, only=None, needs="", **settings):
@@ -422,8 +536,11 @@ def every_engine(case=None, *, only=None, needs="", **settings):
         members = {"place": place, "__module__": __name__, **settings}
         for test in dir(case):
             if test.startswith("test_"):
-                if hasattr(getattr(case, test), "of_files") or test not in (
-                    only or [test]
+                function = getattr(case, test)
+                if (
+                    hasattr(function, "of_files")
+                    or test not in (only or [test])
+                    or not getattr(place.engine, getattr(function, "needs", "path"), 1)
                 ):
                     members[test] = None
         TWINS.append(type(name, (case,), members))
@@ -438,6 +555,16 @@ def of_files(test):
     """Mark a test that is about bytes in files."""
     test.of_files = True
     return test
+
+
+def needs(flag):
+    """Mark a test of what only engines with a flag can do."""
+
+    def mark(test):
+        test.needs = flag
+        return test
+
+    return mark
 
 
 class Case(unittest.TestCase):
@@ -6572,6 +6699,7 @@ class HolderTest(Case):
             child.kill()
         self.assertEqual([job.payload for job in iter(queue.get, None)], [9, 5, 2])
 
+    @needs("steady_leases")
     def test_a_live_holder_keeps_its_job_however_the_wall_clock_jumps(self):
         """Leases of the living are judged by the monotonic clock."""
         queue, child = self.leased_elsewhere()
@@ -7387,7 +7515,7 @@ class JoinTest(Case):
         for bad in (object(), "connection", self.queue):
             self.assertRaises(TypeError, self.queue.put, 1, connection=bad)
         other = tempfile.mkdtemp(dir=self.dir)
-        with contextlib.closing(self.place.connect(self.place.where(other))) as conn:
+        with contextlib.closing(self.place.elsewhere(other)) as conn:
             self.assertRaises(ValueError, self.queue.put, 1, connection=conn)
         self.assertEqual(len(self.queue), 1)
 
@@ -8530,6 +8658,8 @@ class MoveTest(CommandLineCase):
         moved.requeue_dead()
         delivered += self.drain(queue) + self.drain(moved)
         self.assertEqual([*queue.jobs(), *moved.jobs()], [])  # nor held by anybody
+        queue.close()
+        moved.close()
         return died, delivered
 
     def drain(self, queue):

@@ -130,6 +130,7 @@ class QueueError(Exception):
     id: str | None = None
     path: str | None = None
     errno: int | None = None
+    outcome_unknown: bool = False  # a database's commit whose answer was lost
 
     def __init__(self, message: str, **data: Any) -> None:
         super().__init__(message)
@@ -1344,6 +1345,7 @@ class _Engine:
     path: str  # the same for people: without a password
     can_join = False  # insert and settle inside the caller's transaction
     can_compact = True
+    steady_leases = True  # a jump of the wall clock ends no living holder's lease
 
     def insert(
         self, new: Sequence[_New], exist_ok: bool, connection: Any = None
@@ -3480,7 +3482,7 @@ def _open_file(path: str, flags: int, mode: int = 0o666) -> _Fd:
 
 
 _FDS: weakref.WeakSet[_Fd] = weakref.WeakSet()
-_ENGINES: weakref.WeakSet[_FileCore] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
 _FORKING = threading.RLock()  # no fork between a descriptor's birth and its entry
 
 
@@ -5969,6 +5971,1895 @@ class _LiteEngine(_LiteLeases):
 
 
 _ENGINE_OF["sqlite"] = _LiteEngine
+
+
+# PostgreSQL engine
+# =============================================================================
+# One table of live jobs in a schema of choice.  A job's `place` is that of its
+# last change in the order of all, as a line's place in a file is.  In the text
+# below HOME stands for the schema, quoted, and NOW for the server's clock,
+# which stands still in a statement but not in a transaction; everything else
+# comes as a parameter.
+
+_PG_VERSION = 1  # of the tables
+_PG_DEFAULT_SCHEMA = "tiny_queue"
+_PG_POLL = 0.25  # seconds between two looks without LISTEN
+_PG_QUIET = 0.01  # seconds between two NOTIFYs of one process
+_PG_RIPE = 1000  # delayed jobs made ready by one statement
+_PG_PAGE = 500  # jobs read by one statement of a snapshot
+_PG_BATCH = 10_000  # jobs removed or replayed by one statement
+_PG_FRONT = 2**62  # taken off the place of a job that goes to the front
+
+_PG_MAKE = """
+-- Instants are epoch seconds; text that no database takes is kept as JSON.
+CREATE SEQUENCE HOME.tiny_queue_place;
+CREATE TABLE HOME.tiny_queue_job (
+    place bigint NOT NULL DEFAULT nextval('HOME.tiny_queue_place'),
+    created_at double precision NOT NULL,
+    run_at double precision NOT NULL,
+    leased_at double precision,
+    renewed_at double precision,
+    lease_until double precision,
+    owner bigint,
+    attempts bigint NOT NULL DEFAULT 0,
+    max_retries bigint,
+    priority integer NOT NULL,
+    rev integer NOT NULL DEFAULT 1,
+    lapses integer NOT NULL DEFAULT 0,
+    state text COLLATE "C" NOT NULL,
+    queue text COLLATE "C" NOT NULL,
+    id text COLLATE "C" NOT NULL,
+    token text COLLATE "C",
+    moved_from text COLLATE "C",
+    last_error text,
+    payload json NOT NULL,
+    PRIMARY KEY (queue, id)
+) WITH (
+    fillfactor = 80,
+    autovacuum_vacuum_threshold = 2000, autovacuum_vacuum_scale_factor = 0.02,
+    autovacuum_analyze_threshold = 2000, autovacuum_analyze_scale_factor = 0.1,
+    autovacuum_vacuum_cost_delay = 0
+);
+CREATE INDEX tiny_queue_ready ON HOME.tiny_queue_job
+    (queue, priority DESC, place) WHERE state = 'ready';
+CREATE INDEX tiny_queue_delayed ON HOME.tiny_queue_job
+    (queue, run_at) WHERE state = 'delayed';
+CREATE INDEX tiny_queue_inflight ON HOME.tiny_queue_job
+    (queue, place) WHERE state = 'inflight';
+CREATE INDEX tiny_queue_dead ON HOME.tiny_queue_job
+    (queue, place) WHERE state = 'dead';
+CREATE TABLE HOME.tiny_queue_queues (name text COLLATE "C" PRIMARY KEY);
+CREATE TABLE HOME.tiny_queue_version (version integer NOT NULL);
+INSERT INTO HOME.tiny_queue_version VALUES (1);
+"""
+
+_PG_HAS = """
+-- Looking creates nothing, and needs no right.
+SELECT EXISTS (
+    SELECT 1 FROM pg_catalog.pg_class AS c
+    JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE n.nspname = %(schema)s AND c.relname = 'tiny_queue_version'
+), EXISTS (SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = %(schema)s)
+"""
+
+_PG_FIND_VERSION = """
+-- Tables of another version are left alone.
+SELECT version FROM HOME.tiny_queue_version
+"""
+
+_PG_REGISTER = """
+-- A drained queue is still there.
+INSERT INTO HOME.tiny_queue_queues VALUES (%(queue)s) ON CONFLICT DO NOTHING
+"""
+
+_PG_NAMES = """
+-- Queues that were ever written to.
+SELECT name FROM HOME.tiny_queue_queues ORDER BY name
+"""
+
+_PG_MAKERS_LOCK = """
+-- Of all who come first one makes the tables.
+SELECT pg_advisory_xact_lock(%(family)s, 0)
+"""
+
+_PG_MAKE_SCHEMA = """
+-- The role may lack the right to, so only where there is none.
+CREATE SCHEMA HOME
+"""
+
+_PG_SET_UP = """
+-- Nothing outlives lock_timeout; a dead worker's connection ends soon.
+SELECT set_config(name, coalesce(%(settings)s::json ->> name, ''), false)
+FROM pg_catalog.pg_settings WHERE %(settings)s::json ->> name IS NOT NULL
+"""
+
+_PG_NOW = "extract(epoch FROM statement_timestamp())::float8"
+_PG_ROW = """id, state, attempts, priority, created_at, run_at, leased_at,
+    lease_until, last_error, max_retries, token, payload::text"""
+
+_PG_LAZY = "CASE WHEN %(lazy)s THEN set_config('synchronous_commit', 'off', true) END"
+_PG_TELL = "CASE WHEN %(tell)s THEN pg_notify(%(channel)s, '')::text END"
+
+_PG_PUT = """
+-- A job is due at an instant of the server's clock; a live id changes nothing.
+INSERT INTO HOME.tiny_queue_job
+    (queue, id, state, priority, created_at, run_at, max_retries, payload)
+SELECT %(queue)s, %(id)s, CASE WHEN due > NOW THEN 'delayed' ELSE 'ready' END,
+    %(priority)s, NOW, CASE WHEN due > NOW THEN due ELSE 0 END,
+    %(max_retries)s::bigint, %(payload)s::json
+FROM (SELECT coalesce(%(at)s::float8, %(delay)s::float8 + NOW)) AS new (due)
+ON CONFLICT (queue, id) DO NOTHING
+RETURNING created_at, run_at, TELL, LAZY
+"""
+
+_PG_PUT_MANY = """
+-- All or none, in the order given.
+WITH put AS (
+    INSERT INTO HOME.tiny_queue_job
+        (queue, id, state, priority, created_at, run_at, payload)
+    SELECT %(queue)s, new.id, CASE WHEN %(delay)s > 0 THEN 'delayed' ELSE 'ready' END,
+        %(priority)s, NOW,
+        CASE WHEN %(delay)s > 0 THEN NOW + %(delay)s ELSE 0 END, new.payload::json
+    FROM unnest(%(ids)s::text[], %(payloads)s::text[])
+        WITH ORDINALITY AS new (id, payload, n)
+    ORDER BY new.n IF_ALIVE RETURNING id
+)
+SELECT NOW, TELL, LAZY, (SELECT CASE
+    WHEN count(*) < cardinality(%(ids)s::text[]) THEN coalesce(array_agg(id), '{}')
+    END FROM put)
+"""
+
+_PG_UNPUT = """
+-- Part of the caller's transaction: what of a put_many came before a live id.
+DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = ANY(%(ids)s)
+"""
+
+_PG_TAKE = """
+-- What is due later is not scanned, what others lock is skipped, and where
+-- something delayed has become due it joins first.  Who is locked stays `ready`:
+-- asking for that again would tempt the planner to scan them all.
+WITH next AS MATERIALIZED (
+    SELECT min(run_at) AS due FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'delayed'
+), picked AS MATERIALIZED (
+    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'ready'
+        AND (%(ripe)s OR coalesce((SELECT due FROM next) > NOW, true))
+    ORDER BY priority DESC, place LIMIT N FOR UPDATE SKIP LOCKED
+), placed AS MATERIALIZED (
+    SELECT picked_id, nextval('HOME.tiny_queue_place') AS new_place FROM picked
+), taken AS (
+    UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
+        place = new_place, attempts = attempts + 1, leased_at = NOW,
+        renewed_at = NOW, lease_until = NOW + %(seconds)s, owner = %(owner)s,
+        token = %(call)s || new_place
+    FROM placed WHERE queue = %(queue)s AND id = picked_id
+    RETURNING place, ROW
+)
+SELECT (SELECT due FROM next) - NOW, LAZY, taken.*
+FROM (VALUES (1)) AS one LEFT JOIN taken ON true ORDER BY taken.place
+"""
+
+_PG_RIPEN = """
+-- Delayed jobs that are due join the others by their place, boundedly many.
+WITH ripe AS MATERIALIZED (
+    SELECT id AS ripe_id FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'delayed' AND run_at <= NOW
+    ORDER BY run_at LIMIT %(n)s FOR UPDATE SKIP LOCKED
+)
+UPDATE HOME.tiny_queue_job SET state = 'ready' FROM ripe
+WHERE queue = %(queue)s AND id = ripe_id
+RETURNING LAZY
+"""
+
+_PG_MINE = """
+-- The leases of a take whose answer was lost.
+SELECT place, ROW FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(call)s)
+ORDER BY place
+"""
+
+_PG_LAPSED = """
+-- The server knows who lives: a session's lock ends with it.
+SELECT id, rev, attempts, max_retries, lapses, priority, moved_from, reason
+FROM (
+    SELECT *, CASE
+        WHEN owner <> 0 AND owner NOT IN (
+            SELECT objid::bigint FROM pg_catalog.pg_locks
+            WHERE locktype = 'advisory' AND objsubid = 2
+                AND classid = %(family)s::bigint::oid AND database = (
+                    SELECT oid FROM pg_catalog.pg_database
+                    WHERE datname = current_database())
+        ) THEN 'holder died'
+        WHEN lease_until <= NOW OR renewed_at > NOW + 1 THEN 'lease ran out'
+        WHEN NOW - renewed_at >= %(older_than)s::float8 AND moved_from IS NULL
+            THEN 'not renewed'
+        END AS reason
+    FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'inflight'
+) AS lease
+WHERE reason IS NOT NULL ORDER BY place
+"""
+
+_PG_REVIVE = """
+-- Jobs of dead holders go to the front of their priority, as many as are taken.
+WITH lapse AS (
+    SELECT * FROM unnest(%(ids)s::text[], %(revs)s::bigint[], %(errors)s::text[])
+        AS lapse (lapse_id, lapse_rev, error)
+), ready AS MATERIALIZED (
+    SELECT id, priority, place FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'ready'
+    ORDER BY priority DESC, place LIMIT %(n)s
+), over AS MATERIALIZED (
+    SELECT id, priority, place FROM HOME.tiny_queue_job
+    JOIN lapse ON id = lapse_id AND rev = lapse_rev
+    WHERE queue = %(queue)s AND state = 'inflight' FOR UPDATE SKIP LOCKED
+), first AS MATERIALIZED (
+    SELECT id AS first_id FROM (
+        SELECT id, true AS lapsed, priority, place FROM over
+        UNION ALL SELECT id, false, priority, place FROM ready
+        ORDER BY priority DESC, lapsed DESC, place LIMIT %(n)s) AS merged
+    WHERE lapsed
+)
+UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
+    place = place - %(front)s, lapses = lapses + 1, last_error = error,
+    leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
+    token = NULL
+FROM lapse JOIN first ON first_id = lapse_id
+WHERE queue = %(queue)s AND id = lapse_id
+RETURNING LAZY
+"""
+
+_PG_GIVE_BACK = """
+-- Only what has not changed meanwhile; who settles in an open transaction wins.
+WITH lapse AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::text[], %(revs)s::bigint[], %(delays)s::float8[],
+        %(errors)s::text[]) WITH ORDINALITY
+        AS lapse (lapse_id, lapse_rev, delay, error, n)
+), over AS MATERIALIZED (
+    SELECT id AS over_id FROM HOME.tiny_queue_job
+    JOIN lapse ON id = lapse_id AND rev = lapse_rev
+    WHERE queue = %(queue)s AND state = 'inflight' FOR UPDATE SKIP LOCKED
+), placed AS MATERIALIZED (
+    SELECT lapse.*, nextval('HOME.tiny_queue_place') AS new_place
+    FROM lapse JOIN over ON over_id = lapse_id ORDER BY n
+), given AS (
+    UPDATE HOME.tiny_queue_job SET rev = rev + 1, place = new_place,
+        state = CASE WHEN delay IS NULL THEN 'dead' WHEN delay > 0 THEN 'delayed'
+            ELSE 'ready' END,
+        run_at = CASE WHEN delay IS NULL THEN run_at WHEN delay > 0 THEN NOW + delay
+            ELSE 0 END,
+        leased_at = CASE WHEN delay IS NULL THEN leased_at END,
+        lapses = lapses + 1, last_error = error, renewed_at = NULL,
+        lease_until = NULL, owner = NULL, token = NULL
+    FROM placed WHERE queue = %(queue)s AND id = lapse_id
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM given), TELL, LAZY
+"""
+
+_PG_DONE = """
+-- The token is the fence.
+DELETE FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+RETURNING LAZY
+"""
+
+_PG_BACK = """
+-- The token is the fence; a job that comes back goes last.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1,
+    place = nextval('HOME.tiny_queue_place'),
+    state = CASE WHEN %(delay)s::float8 > 0 THEN 'delayed' ELSE 'ready' END,
+    run_at = CASE WHEN %(delay)s::float8 > 0 THEN NOW + %(delay)s::float8 ELSE 0 END,
+    attempts = CASE WHEN %(counted)s THEN attempts ELSE attempts - 1 END,
+    lapses = CASE WHEN %(counted)s THEN 0 ELSE lapses END,
+    last_error = CASE WHEN %(counted)s THEN %(error)s ELSE last_error END,
+    leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
+    token = NULL
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+RETURNING TELL, LAZY
+"""
+
+_PG_BURY = """
+-- The token is the fence.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1, state = 'dead',
+    place = nextval('HOME.tiny_queue_place'), lapses = 0, last_error = %(error)s,
+    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+RETURNING LAZY
+"""
+
+_PG_EXTEND = """
+-- From now, not from the old end; whoever renews it is its holder.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1,
+    place = nextval('HOME.tiny_queue_place'), renewed_at = NOW,
+    lease_until = NOW + %(seconds)s,
+    owner = CASE WHEN owner = 0 THEN 0 ELSE %(owner)s END
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+RETURNING LAZY, ROW
+"""
+
+_PG_RENAME = """
+-- A session was lost and its jobs are still ours: the new one answers for them.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1, owner = %(owner)s
+WHERE queue = %(queue)s AND state = 'inflight' AND owner = %(old)s
+RETURNING LAZY
+"""
+
+_PG_FIND = """
+-- A short index scan.
+SELECT ROW FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = %(id)s
+"""
+
+_PG_FIRST_OF = """
+-- The first of many ids that lives.
+SELECT ROW FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND id = ANY(%(ids)s::text[])
+ORDER BY array_position(%(ids)s::text[], id) LIMIT 1
+"""
+
+_PG_SNAPSHOT = """
+-- Ids have no control characters: one text holds them all, in order.
+SELECT string_agg(id, E'\\n' ORDER BY part, place) FROM (
+    SELECT id, place, CASE state WHEN 'inflight' THEN 1 WHEN 'dead' THEN 2 ELSE 0 END
+        AS part
+    FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = ANY(%(states)s)
+    ORDER BY part, place LIMIT %(limit)s
+) AS live
+"""
+
+_PG_PAGE_OF = """
+-- Each job as it is now, if it is still in one of the states.
+SELECT ROW FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND id = ANY(%(ids)s::text[]) AND state = ANY(%(states)s)
+"""
+
+_PG_REQUEUE = """
+-- Oldest death first; deaths since the first look wait for the next call.
+WITH picked AS MATERIALIZED (
+    SELECT id AS picked_id, place AS old FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'dead' AND place <= %(last)s
+    ORDER BY place LIMIT %(n)s FOR UPDATE SKIP LOCKED
+), placed AS MATERIALIZED (
+    SELECT picked_id, nextval('HOME.tiny_queue_place') AS new_place FROM picked
+), back AS (
+    UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
+        place = new_place, run_at = 0, attempts = 0, lapses = 0, leased_at = NULL
+    FROM placed WHERE queue = %(queue)s AND id = picked_id
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM back), TELL, LAZY
+"""
+
+_PG_LAST_DEATH = """
+-- Bounds requeue_dead() against jobs that die again at once.
+SELECT max(place) FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND state = 'dead'
+"""
+
+_PG_REQUEUE_ONE = """
+-- Dead or not: nothing else can be replayed.
+UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
+    place = nextval('HOME.tiny_queue_place'), run_at = 0, attempts = 0, lapses = 0,
+    leased_at = NULL
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'dead'
+RETURNING TELL, LAZY
+"""
+
+_PG_REMOVE = """
+-- In any state; a lease on it is lost.
+DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = %(id)s
+RETURNING LAZY
+"""
+
+_PG_PURGE = """
+-- Boundedly many at a time, none put since the first look.
+WITH picked AS MATERIALIZED (
+    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = ANY(%(states)s) AND created_at <= %(start)s
+        AND %(start)s - greatest(created_at, leased_at) >= %(older_than)s::float8
+    LIMIT %(n)s FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM HOME.tiny_queue_job USING picked
+    WHERE queue = %(queue)s AND id = picked_id
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM gone), LAZY
+"""
+
+_PG_CLOCK = """
+-- Instants are the server's.
+SELECT NOW
+"""
+
+_PG_COUNTS = """
+-- Each count reads one partial index; `oldest` asks the head of each priority.
+WITH RECURSIVE head AS (
+    (SELECT priority, greatest(created_at, run_at) AS since
+    FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
+    ORDER BY priority DESC, place LIMIT 1)
+    UNION ALL
+    SELECT below.* FROM head CROSS JOIN LATERAL (
+        SELECT priority, greatest(created_at, run_at)
+        FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
+            AND priority < head.priority
+        ORDER BY priority DESC, place LIMIT 1) AS below
+), delayed AS (
+    SELECT count(*) AS jobs, count(*) FILTER (WHERE run_at <= NOW) AS due,
+        min(run_at) FILTER (WHERE run_at <= NOW) AS since,
+        min(run_at) FILTER (WHERE run_at > NOW) AS next
+    FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'delayed'
+)
+SELECT
+    (SELECT count(*) FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'ready') + jobs,
+    jobs - due,
+    (SELECT count(*) FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'inflight'),
+    (SELECT count(*) FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'dead'),
+    0, least((SELECT min(since) FROM head), since), next,
+    pg_total_relation_size('HOME.tiny_queue_job')
+FROM delayed
+"""
+
+_PG_LOCK = """
+-- The session's lock stands for its owner number.
+SELECT pg_try_advisory_lock(%(family)s, %(owner)s)
+"""
+
+_PG_PEEK = """
+-- Between LISTEN and sleeping: did something come, and when is something due?
+SELECT EXISTS (SELECT 1 FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'ready'),
+    (SELECT min(run_at) FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'delayed') - NOW
+"""
+
+_PG_RING = """
+-- What the last puts of a busy producer owe.
+SELECT TELL, LAZY
+"""
+
+_PG_WHERE = """
+-- The same server, database and table, whatever the way there.
+SELECT pg_postmaster_start_time()::text, current_database(),
+    to_regclass('HOME.tiny_queue_job')::oid::bigint
+"""
+
+_PG_HOLD = """
+-- Under new tokens, without holder; nothing else of the job changes.
+WITH picked AS MATERIALIZED (
+    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'STATE' ORDER BY PLACING LIMIT %(n)s
+    FOR UPDATE SKIP LOCKED
+), held AS (
+    UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
+        moved_from = %(state)s, renewed_at = NOW, lease_until = NOW + %(seconds)s,
+        owner = 0, token = %(prefix)s || nextval('HOME.tiny_queue_place') || %(end)s
+    FROM picked WHERE queue = %(queue)s AND id = picked_id
+    RETURNING *
+)
+SELECT PARCEL, LAZY FROM held ORDER BY PLACING
+"""
+
+_PG_PARCEL = """id, payload::text, moved_from, attempts, priority, created_at,
+    run_at, leased_at, last_error, max_retries, lapses, token"""
+
+_PG_HELD = """
+-- Tokens tell which jobs are whose.
+SELECT PARCEL FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(prefix)s)
+    AND moved_from IS NOT NULL
+ORDER BY place
+"""
+
+_PG_ADOPT = """
+-- All or none, inflight as they are on the other side.
+WITH new AS (
+    INSERT INTO HOME.tiny_queue_job (queue, id, payload, moved_from, attempts,
+        priority, created_at, run_at, leased_at, last_error, max_retries, lapses,
+        token, state, renewed_at, lease_until, owner)
+    SELECT %(queue)s, id, payload::json, state, attempts, priority, created_at,
+        run_at, leased_at, last_error, max_retries, lapses, token, 'inflight', NOW,
+        NOW + %(seconds)s, 0
+    FROM unnest(%(id)s::text[], %(text)s::text[], %(state)s::text[],
+        %(attempts)s::bigint[], %(priority)s::integer[], %(created_at)s::float8[],
+        %(run_at)s::float8[], %(leased_at)s::float8[], %(last_error)s::text[],
+        %(max_retries)s::bigint[], %(lapses)s::integer[], %(token)s::text[])
+        WITH ORDINALITY AS parcel (id, payload, state, attempts, priority, created_at,
+        run_at, leased_at, last_error, max_retries, lapses, token, n)
+    ORDER BY n RETURNING 1
+)
+SELECT LAZY, (SELECT count(*) FROM new)
+"""
+
+_PG_DROP = """
+-- The tokens are the fence.
+WITH gone AS (
+    DELETE FROM HOME.tiny_queue_job
+    USING unnest(%(ids)s::text[], %(tokens)s::text[]) AS held (held_id, held_token)
+    WHERE queue = %(queue)s AND id = held_id AND token = held_token
+        AND state = 'inflight'
+    RETURNING id
+)
+SELECT id, LAZY FROM gone
+"""
+
+_PG_LET_GO = """
+-- The tokens are the fence; a job becomes what it was, in its old place.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1, moved_from = NULL,
+    state = CASE WHEN moved_from = 'dead' THEN 'dead' WHEN run_at > NOW THEN 'delayed'
+        ELSE 'ready' END,
+    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
+FROM unnest(%(ids)s::text[], %(tokens)s::text[]) AS held (held_id, held_token)
+WHERE queue = %(queue)s AND id = held_id AND token = held_token
+    AND state = 'inflight' AND moved_from IS NOT NULL
+RETURNING TELL, LAZY
+"""
+
+_PG_LET_GO_LAPSED = """
+-- Whoever moved these died: they become what they were.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1, moved_from = NULL,
+    state = CASE WHEN moved_from = 'dead' THEN 'dead' WHEN run_at > NOW THEN 'delayed'
+        ELSE 'ready' END,
+    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
+WHERE queue = %(queue)s AND state = 'inflight' AND moved_from IS NOT NULL
+    AND (lease_until <= NOW OR renewed_at > NOW + 1)
+RETURNING LAZY
+"""
+
+
+def _psycopg() -> Any:
+    """The driver, imported when its URL is used."""
+    import importlib
+
+    try:
+        return importlib.import_module("psycopg")
+    except ImportError as exc:
+        raise QueueError(
+            "postgresql:// URLs need psycopg 3, which does not import here"
+            f' ({exc}); pip install "psycopg[binary]", or tiny-queue with its extra'
+            " `postgres`"
+        ) from exc
+
+
+def _pg_schema(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", text):
+        raise ValueError(f"schema: {text!r} is not of 1 to 63 letters, digits and _")
+    return text
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return text == "1"
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,4}", text) or not int(text):
+        raise ValueError(f"{text!r} is not a number from 1 to 9999")
+    return int(text)
+
+
+# What a URL may say to the engine; everything else in it is for libpq.
+_PG_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
+    "schema": (_pg_schema, _PG_DEFAULT_SCHEMA),
+    "notify": (_switch, True),  # 0: no session state, for PgBouncer
+    "pool": (_positive, 4),  # connections at most, beside the one that listens
+    "keepalive": (_positive, 10),  # seconds of silence before TCP asks
+}
+
+# By SQLSTATE: the error's class, and what to do about it.
+_PG_ADVICE: dict[str, tuple[type[QueueError], str]] = {
+    "55P03": (
+        LockTimeoutError,
+        "another transaction holds the job or its id; is one with connection= open?",
+    ),
+    "57014": (LockTimeoutError, "the server took too long, or somebody cancelled it"),
+    "53100": (QueueError, "the server's disk is full; free space there"),
+    "42501": (
+        QueueError,
+        "the role needs USAGE on the schema and the sequence tiny_queue_place, and"
+        " SELECT, INSERT, UPDATE, DELETE on its tables; to make them, CREATE on the"
+        " database",
+    ),
+    "42P01": (QueueError, "the tables were dropped; the next call makes them anew"),
+    "3F000": (QueueError, "the schema was dropped; the next call makes it anew"),
+    "25006": (QueueError, "this server only reads; connect to the primary"),
+}
+_PG_RETRIED = {"40001", "40P01", "57P01", "57P03"}  # nothing of it was carried out
+# Answers to a login that no second try changes; libpq has no code for them.
+_PG_FINAL = re.compile(
+    r"authentication failed|does not exist|pg_hba\.conf|no password supplied"
+    r"|not permitted to log in|permission denied|unsupported startup|invalid"
+)
+
+
+def _poll(fd: int, events: int, seconds: float) -> int:
+    """Which of 1 (readable) and 2 (writable) a descriptor is, in time."""
+    import select
+
+    seconds = min(max(seconds, 0.0), 86400.0)
+    if not hasattr(select, "poll"):
+        read, write = [fd] if events & 1 else [], [fd] if events & 2 else []
+        read, write, _ = select.select(read, write, [], seconds)
+        return bool(read) + 2 * bool(write)
+    poll = select.poll()
+    poll.register(fd, (events & 1 and select.POLLIN) | (events & 2 and select.POLLOUT))
+    found = poll.poll(math.ceil(seconds * 1000))
+    if not found:
+        return 0
+    wanted = found[0][1]
+    if wanted & ~(select.POLLIN | select.POLLOUT):
+        return events  # an error: reading or writing will say which
+    return bool(wanted & select.POLLIN) + 2 * bool(wanted & select.POLLOUT)
+
+
+class _Patience:
+    """Stands in for the wait() of a psycopg connection, which has no end."""
+
+    __slots__ = ("fd", "deadline")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.deadline = math.inf
+
+    def wait(self, steps: Any, *_: object, **__: object) -> Any:
+        """Run a protocol exchange; TimeoutError leaves it where it is."""
+        try:
+            events = next(steps)
+            while True:
+                ready = _poll(self.fd, events, self.deadline - time.monotonic())
+                if not ready and time.monotonic() >= self.deadline:
+                    raise TimeoutError("the server does not answer")
+                if ready:
+                    events = steps.send(ready)
+        except StopIteration as end:
+            return end.value
+
+
+_PG_INHERITED: list[Any] = []  # a parent's connections: never closed, never freed
+
+
+class _PgLink:
+    """A connection of ours, in autocommit."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.pid = os.getpid()
+        self.patience = _Patience(connection.fileno())
+        connection.wait = self.patience.wait
+        self._cursor = connection.cursor()
+
+    def rows(self, sql: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        self._cursor.execute(sql, params)
+        return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
+
+    def do(self, sql: str, params: dict[str, Any] | None = None) -> None:
+        self._cursor.execute(sql, params)
+
+    def usable(self) -> bool:
+        """Whether nothing is in flight on it, nor has the server closed it."""
+        return (
+            not self.connection.closed
+            and self.connection.info.transaction_status == 0
+            and not _poll(self.patience.fd, 1, 0)
+        )
+
+    def close(self) -> None:
+        if self.pid == os.getpid():
+            self.connection.close()
+
+    def abandon(self) -> None:
+        """In a child: let go of the descriptor only.  The parent's session goes
+        on, and must end when the parent does."""
+        _PG_INHERITED.append(self.connection)
+        os.close(self.patience.fd)
+
+
+class _PgPool:
+    """At most so many connections; the last one used is the next one used."""
+
+    def __init__(self, size: int) -> None:
+        self._slots = threading.Semaphore(size)
+        self._free: list[_PgLink] = []
+        self._all: set[_PgLink] = set()
+        self.closed = False
+
+    def lend(self, deadline: float, connect: Callable[[], _PgLink]) -> _PgLink | None:
+        """A connection to give back(), or None if none comes free in time."""
+        if not self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return None
+        try:
+            while self._free:
+                link = self._free.pop()
+                if link.usable():
+                    break
+                self._drop(link)
+            else:
+                link = connect()
+                self._all.add(link)
+        except BaseException:
+            self._slots.release()
+            raise
+        link.patience.deadline = deadline
+        return link
+
+    def give_back(self, link: _PgLink) -> None:
+        if link.usable() and not self.closed:
+            self._free.append(link)
+        else:
+            self._drop(link)
+        self._slots.release()
+
+    def _drop(self, link: _PgLink) -> None:
+        self._all.discard(link)
+        link.close()
+
+    def close(self) -> None:
+        self.closed = True
+        while self._free:
+            self._drop(self._free.pop())
+
+    def abandon(self) -> None:
+        for link in self._all:
+            link.abandon()
+        self._all.clear()
+        self._free.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _PgSession:
+    """Proof of life: a lock that the server drops with the connection.
+
+    The connection also listens while somebody waits, and only then: messages
+    that nobody reads would in the end keep the server from vacuuming.
+    """
+
+    def __init__(self, link: _PgLink, number: int) -> None:
+        self.link = link
+        self.number = number
+        self.lock = threading.Lock()  # the connection is for one thread at a time
+        self.gone = False
+        self.told: list[Any] = []  # what it heard while it was asked something
+        link.connection.add_notify_handler(self.told.append)
+
+    def lost(self) -> bool:
+        """Whether the server has ended it, as far as is known here."""
+        if not self.gone and self.lock.acquire(False):
+            try:
+                self.gone = not self.link.usable()
+            finally:
+                self.lock.release()
+        return self.gone
+
+    def close(self) -> None:
+        """End it at once, even under a thread that waits on it."""
+        self.gone = True
+        if self.link.pid != os.getpid() or self.link.connection.closed:
+            return
+        if self.lock.acquire(False):
+            try:
+                self.link.close()
+            finally:
+                self.lock.release()
+        else:
+            import socket
+
+            with socket.socket(fileno=os.dup(self.link.patience.fd)) as twin:
+                twin.shutdown(socket.SHUT_RDWR)
+
+    def hear(self, seconds: float) -> bool:
+        """Sleep until the server says something, or for so long."""
+        pgconn = self.link.connection.pgconn
+        if self.told:
+            return True
+        if not _poll(self.link.patience.fd, 1, seconds):
+            return False
+        pgconn.consume_input()
+        while pgconn.notifies():
+            pass
+        return True
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _PgWatch(_Watch):
+    """Sleeps until a producer tells, or without LISTEN for a short while."""
+
+    def _listen(self, data: Any, seconds: float) -> bool:
+        return bool(data(seconds))
+
+
+class _PgBell:
+    """Tells waiting workers of new jobs, at most once in _PG_QUIET.
+
+    A transaction with a NOTIFY commits under a lock that all of a cluster's
+    share, so busy producers tell rarely.  Whoever was kept from it owes a
+    telling, which the next put pays, or a thread when none comes in time.
+    """
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._engine_ring = weakref.WeakMethod(ring)
+        self._lock = threading.Lock()
+        self._told = -math.inf
+        self._owing = False
+        self._payer: threading.Thread | None = None
+
+    def ask(self) -> bool:
+        """Whether a statement is to tell; if so, what was owed is paid."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._told < _PG_QUIET:
+                return False
+            self._told = now
+            self._owing = False
+            return True
+
+    def owe(self) -> None:
+        """A change that did not tell was committed."""
+        with self._lock:
+            self._owing = True
+            if self._payer is None:
+                self._payer = threading.Thread(target=self._pay, daemon=True)
+                self._payer.start()
+
+    def _pay(self) -> None:
+        """Pay what is owed; end after a while without debts."""
+        idle = 0
+        while idle < 20:
+            time.sleep(_PG_QUIET)
+            idle += 1
+            if self._owing:
+                with self._lock:
+                    self._owing, self._told = False, time.monotonic()
+                self._ring()
+                idle = 0
+        with self._lock:
+            self._payer = None
+            owing = self._owing
+        if owing:
+            self.owe()
+
+    def settle_up(self) -> None:
+        if self._owing:
+            self._owing = False
+            self._ring()
+
+    def _ring(self) -> None:
+        ring = self._engine_ring()
+        if ring is not None:
+            ring()
+
+
+class _PgCore(_Engine):
+    """Connections to one server, and what becomes of its errors."""
+
+    can_join = True
+    can_compact = False
+    steady_leases = False  # the server's wall clock is the only one that all see
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        max_retries: int,
+        fsync: bool,
+        shared: bool,
+        lock_timeout: float,
+    ) -> None:
+        if not shared:
+            raise ValueError(
+                "cross_process_lock: a database is shared; only a directory can do"
+                " without the lock"
+            )
+        self.source = url
+        self.path = _masked(url)
+        self._driver = _psycopg()
+        self._secrets: set[str] = set()
+        options, self._conninfo = self._read_url(url)
+        self._name = name
+        self._max_retries = max_retries
+        self._fsync = fsync
+        self._lock_timeout = lock_timeout
+        self._schema = options["schema"]
+        self._notify = options["notify"]
+        self._size = options["pool"]
+        self._keepalive = options["keepalive"]
+        place = crc32(f"{self._schema} {name}".encode())
+        self._channel = f"tiny_queue_{place:08x}"  # a clash costs idle looks only
+        self._family = crc32(f"tiny_queue {self._schema}".encode()) & 0x7FFFFFFF
+        self._words = {
+            "HOME": f'"{self._schema}"', "NOW": _PG_NOW, "ROW": _PG_ROW,
+            "TELL": _PG_TELL, "LAZY": _PG_LAZY, "PARCEL": _PG_PARCEL,
+        }  # fmt: skip
+        self._texts: dict[str, str] = {}
+        self._closed = False
+        self._reset()
+        _ENGINES.add(self)
+
+    def _ring(self) -> None:
+        raise NotImplementedError
+
+    def _reset(self) -> None:
+        """Forget all that a process may not share with its parent."""
+        self._pid = os.getpid()
+        self._prefix = os.urandom(8).hex() + "-"
+        self._numbers = itertools.count(1)
+        self._made = False  # whether the tables were found
+        self._registered = False  # and the queue's name is there
+        self._looked = -math.inf
+        self._session: _PgSession | None = None
+        self._session_lock = threading.Lock()
+        self._pool = _PgPool(self._size)
+        self._watch = _PgWatch()
+        self._bell = _PgBell(self._ring)
+        self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._home: object = None
+
+    def forked(self) -> None:
+        self._pool.abandon()
+        if self._session is not None:
+            self._session.link.abandon()
+        self._reset()
+
+    def _read_url(self, url: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Our options with their defaults, and libpq's parameters."""
+        base, query = _split_url(url)
+        options = {name: default for name, (_, default) in _PG_OPTIONS.items()}
+        pq = self._driver.pq.Conninfo.get_defaults()
+        known = {option.keyword.decode() for option in pq} | {"ssl"}
+        rest = []
+        for item in filter(None, query.split("&")):
+            name, _, text = item.partition("=")
+            if name in _PG_OPTIONS:
+                options[name] = _PG_OPTIONS[name][0](_unquoted(text))
+            elif name in known:
+                rest.append(item)
+                if "password" in name:
+                    self._secrets |= {text, _unquoted(text)} - {""}
+            else:
+                raise ValueError(
+                    f"path: no option {name!r} in PostgreSQL URLs; known are"
+                    f" {', '.join([*_PG_OPTIONS, *sorted(known)])}"
+                )
+        try:
+            found = self._driver.conninfo.conninfo_to_dict(
+                base + "?" * bool(rest) + "&".join(rest)
+            )
+        except self._driver.Error as exc:
+            reason = self._clean(str(exc), _password_in(url))
+            raise ValueError(f"path: {self.path!r} is no URL: {reason}") from None
+        self._secrets |= {found[key] for key in found if "password" in key}
+        self._secrets |= _password_in(url)
+        return options, found
+
+    def _clean(self, text: str, secrets: Iterable[str] = ()) -> str:
+        """What may be shown of the driver's words: one line, no password."""
+        for secret in sorted({*self._secrets, *secrets}, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return " ".join(text.split())
+
+    # Connections
+
+    def _connect(self) -> _PgLink:
+        """A new connection that never waits beyond lock_timeout."""
+        lasting = max(self._lock_timeout, 1.0)
+        hosts = str(self._conninfo.get("host", "")).count(",") + 1
+        milliseconds = int(min(lasting * 1000, 2**31 - 1))
+        conninfo = {
+            "connect_timeout": math.ceil(min(lasting, 1e6) / hosts),
+            "client_encoding": "utf8",
+            "fallback_application_name": "tiny_queue",
+            "keepalives_idle": self._keepalive,
+            "keepalives_interval": max(1, self._keepalive // 3),
+            "keepalives_count": 3,
+            "tcp_user_timeout": milliseconds,
+            **self._conninfo,
+        }
+        connection = self._driver.connect(
+            autocommit=True, prepare_threshold=5 if self._notify else None, **conninfo
+        )
+        link = _PgLink(connection)
+        link.patience.deadline = time.monotonic() + lasting
+        try:
+            if self._notify:
+                self._set_up(link, milliseconds)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _set_up(self, link: _PgLink, milliseconds: int) -> None:
+        # Each statement is a few steps in an index.  The planner must not think
+        # otherwise because its statistics were made while the queue was empty.
+        settings = {
+            "lock_timeout": milliseconds,
+            "statement_timeout": min(6 * milliseconds, 2**31 - 1),
+            "idle_in_transaction_session_timeout": milliseconds,
+            "idle_session_timeout": 0,
+            "default_transaction_isolation": "read committed",
+            "jit": "off",
+            "enable_seqscan": "off",
+            "enable_bitmapscan": "off",
+            "enable_hashjoin": "off",
+            "enable_mergejoin": "off",
+            "tcp_keepalives_idle": self._keepalive,
+            "tcp_keepalives_interval": max(1, self._keepalive // 3),
+            "tcp_keepalives_count": 3,
+            "tcp_user_timeout": 3 * max(1, self._keepalive) * 1000,
+        }
+        text = json.dumps({key: str(value) for key, value in settings.items()})
+        link.rows(_PG_SET_UP, {"settings": text})
+
+    def _run(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        again: bool = False,
+        bulk: bool = False,
+        write: bool = False,
+        nothing: Any = None,
+    ) -> Any:
+        """Run body(link, doubt, *args) on a connection, within lock_timeout.
+
+        What certainly was not carried out is tried again; `again` says that
+        body can also repeat what may have been, and `doubt` tells it that.
+        `nothing` is the answer where nothing was ever written.
+        """
+        if self._pid != os.getpid():
+            self.forked()
+        lasting = max(self._lock_timeout, 1.0) * (6 if bulk else 1)
+        deadline = time.monotonic() + lasting
+        pause, doubt = 0.01, False
+        while True:
+            link, sent = None, False
+            try:
+                link = self._lend(deadline)
+                if not self._ready(link, write):
+                    return nothing
+                sent = True
+                return body(link, doubt, *args)
+            except (self._driver.Error, OSError) as exc:
+                error, retried, lost = self._judge(exc, link)
+                doubt = doubt or (sent and lost)
+                late = time.monotonic() + pause >= deadline
+                if late or not retried or (sent and lost and not again):
+                    raise (self._in_doubt(error) if doubt else error) from exc
+                _log().warning("%s; next try in %.2f s", error, pause)
+            finally:
+                if link is not None:
+                    self._pool.give_back(link)
+            time.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosedError(
+                f"queue {self.path!r} is closed; make a new Queue", path=self.path
+            )
+
+    def _lend(self, deadline: float) -> _PgLink:
+        self._check_open()
+        start = time.monotonic()
+        link = self._pool.lend(min(deadline, start + self._lock_timeout), self._connect)
+        if link is None:
+            raise LockTimeoutError(
+                f"queue {self.path!r}: all {self._size} connections of its pool were in"
+                f" use for {self._lock_timeout:g} s; give the URL a larger ?pool=",
+                path=self.path,
+                timeout=self._lock_timeout,
+            )
+        link.patience.deadline = deadline + 0.25  # the server's own timeouts say more
+        return link
+
+    def _judge(
+        self, exc: Exception, link: _PgLink | _PgGuest | None
+    ) -> tuple[QueueError, bool, bool]:
+        """Our error for the driver's; whether another try may help; whether
+        nobody can tell if the statement was carried out."""
+        code = getattr(exc, "sqlstate", None)
+        text = self._clean(str(exc))
+        kind, advice = _PG_ADVICE.get(code or "", (QueueError, "nothing was changed"))
+        if isinstance(exc, TimeoutError):
+            kind, advice = LockTimeoutError, "is it stopped, or the network cut?"
+        if code in ("42P01", "3F000"):
+            self._made = self._registered = False
+        data: dict[str, Any] = {"path": self.path, "sqlstate": code}
+        if kind is LockTimeoutError:
+            data["timeout"] = self._lock_timeout
+        if code == "53100":
+            data["errno"] = errno.ENOSPC
+        error = kind(f"queue {self.path!r}: {text}; {advice}", **data)
+        if link is None:
+            return error, not _PG_FINAL.search(text), False
+        if code in _PG_RETRIED:
+            return error, True, False
+        lost = isinstance(exc, OSError) or bool(link.connection.closed)
+        return error, lost, lost
+
+    def _in_doubt(self, error: QueueError) -> QueueError:
+        """The statement may have been carried out: nothing else is known."""
+        return type(error)(
+            f"{error}; the outcome is unknown: look whether it was carried out, or"
+            " repeat it in a form that does no harm twice (a put by its id with"
+            " exist_ok)",
+            **{**vars(error), "outcome_unknown": True},
+        )
+
+    # Tables
+
+    def _ready(self, link: _PgLink, write: bool) -> bool:
+        """Whether the tables are there, of this version; a writer makes them,
+        and registers the queue."""
+        if self._registered or (self._made and not write):
+            return True
+        there = link.rows(_PG_HAS, {"schema": self._schema})[0][0]
+        if not there and write:
+            self._create(link)
+        elif not there:
+            return False
+        rows = link.rows(self._sql(_PG_FIND_VERSION), {})
+        version = rows[0][0] if rows else None
+        if version != _PG_VERSION:
+            raise QueueError(
+                f"queue {self.path!r}: the tables in schema {self._schema!r} are of"
+                f" version {version}, and this tiny_queue {__version__} knows"
+                f" {_PG_VERSION}; use the same version of it everywhere, or another"
+                " ?schema=",
+                path=self.path,
+            )
+        if write:
+            link.do(self._sql(_PG_REGISTER), {"queue": self._name})
+        self._made, self._registered = True, write
+        return True
+
+    def _create(self, link: _PgLink) -> None:
+        """One of all who come first makes them, the others wait for it."""
+        with link.connection.transaction():
+            link.do(_PG_MAKERS_LOCK, {"family": self._family})
+            there, schema = link.rows(_PG_HAS, {"schema": self._schema})[0]
+            if not schema:
+                link.do(self._sql(_PG_MAKE_SCHEMA))
+            if not there:
+                link.do(self._sql(_PG_MAKE))
+
+    def _sql(self, template: str, **words: str) -> str:
+        """A statement with the schema in its place; no user's text."""
+        key = template + "".join(words.values()) if words else template
+        text = self._texts.get(key)
+        if text is None:
+            words = {**self._words, **words}
+            names = "|".join(words)
+            while re.search(rf"\b({names})\b", template):
+                template = re.sub(rf"\b({names})\b", lambda m: words[m[1]], template)
+            text = self._texts[key] = template
+        return text
+
+    # The caller's transaction
+
+    def _within(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
+        """Run body in the transaction that is open on the caller's connection;
+        its errors are final, as is a transaction that failed."""
+        if self._pid != os.getpid():
+            self.forked()
+        if not isinstance(connection, self._driver.Connection):
+            raise TypeError(
+                "connection: must be a psycopg.Connection, not"
+                f" {type(connection).__name__}"
+            )
+        status = connection.info.transaction_status
+        if status == 0 and connection.autocommit:
+            raise ValueError(
+                "connection: no transaction is open on it, so this would commit by"
+                " itself; use it inside `with connection.transaction():`"
+            )
+        if status not in (0, 2):
+            raise ValueError(
+                f"connection: it cannot run a statement now ({status.name}); roll back"
+                " or reconnect first"
+            )
+        self._check_open()
+        guest = _PgGuest(self._driver, connection)
+        try:
+            if connection not in self._joined:
+                self._check_home(guest)
+                self._joined.add(connection)
+            return body(guest, False, *args)
+        except self._driver.Error as exc:
+            raise self._judge(exc, guest)[0] from exc
+
+    def _check_home(self, guest: _PgGuest) -> None:
+        """Its database must be ours, or nothing commits together."""
+        where = guest.rows(self._sql(_PG_WHERE), {})
+        if where != self._home:
+            home = _PG_WHERE
+            self._home = self._run(
+                lambda link, _: link.rows(self._sql(home), {}), again=True, write=True
+            )
+        if where != self._home:
+            raise ValueError(
+                f"connection: it is to another database than queue {self.path!r}; only"
+                " the same one can commit both together"
+            )
+
+
+class _PgGuest:
+    """The caller's connection, as far as a verb needs one."""
+
+    def __init__(self, driver: Any, connection: Any) -> None:
+        self.connection = connection
+        self._cursor = driver.Cursor(connection, row_factory=driver.rows.tuple_row)
+
+    def rows(self, sql: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        self._cursor.execute(sql, params)
+        if self._cursor.description is None:
+            return []
+        return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
+
+
+def _masked(url: str) -> str:
+    """A URL for people: without passwords."""
+    base, query = _split_url(url)
+    base = re.sub(r"(?s)(?<=://)([^:@/]*):(.*)@", r"\1:***@", base)
+    return base + "?" * bool(query) + re.sub(r"(?i)(password=)[^&]*", r"\1***", query)
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    """What stands before the query, and the query; as libpq tells them apart."""
+    base = cast("re.Match[str]", re.match(r"[^:]*://(?:[^/@]*@)?[^?]*", url))[0]
+    return base, url[len(base) + 1 :]
+
+
+def _password_in(url: str) -> set[str]:
+    found = re.search(r"(?s)(?<=://)[^:@/]*:(.*)@", _split_url(url)[0])
+    return {found[1], _unquoted(found[1])} - {""} if found else set()
+
+
+def _unquoted(text: str) -> str:
+    import urllib.parse
+
+    return urllib.parse.unquote(text)
+
+
+class _PgLeases(_PgCore):
+    """Putting, leasing, and telling whose lease is over."""
+
+    def _ask(self, link: Any, template: str, **params: Any) -> list[tuple[Any, ...]]:
+        common = {
+            "queue": self._name, "channel": self._channel, "tell": False,
+            "lazy": not self._fsync, "family": self._family,
+        }  # fmt: skip
+        if isinstance(link, _PgGuest):  # whose commits are not ours to hasten
+            common.update(lazy=False, tell=self._notify)
+            params.pop("tell", None)
+        return cast(
+            "list[tuple[Any, ...]]",
+            link.rows(self._sql(template), {**common, **params}),
+        )
+
+    def _rows(
+        self, template: str, again: bool = True, bulk: bool = False, **params: Any
+    ) -> list[tuple[Any, ...]]:
+        """The answer to one statement; none where nothing was ever written."""
+        return cast(
+            "list[tuple[Any, ...]]",
+            self._run(
+                lambda link, _: self._ask(link, template, **params),
+                again=again,
+                bulk=bulk,
+                nothing=[],
+            ),
+        )
+
+    def _fresh(self) -> str:
+        """An id or token: unique by a random prefix of this process."""
+        return f"{self._prefix}{next(self._numbers):x}"
+
+    def _view(self, row: Sequence[Any], holder: object = None) -> Job:
+        (
+            id, state, attempts, priority, created_at, run_at, leased_at, lease_until,
+            error, retries, token, payload,
+        ) = row  # fmt: skip
+        inflight = state == "inflight"
+        pending = state in ("ready", "delayed")
+        return Job(
+            _from_column(id),
+            json.loads(payload),
+            "pending" if pending else state,
+            attempts,
+            priority,
+            created_at,
+            run_at,
+            None if pending else leased_at,
+            lease_until if inflight else None,
+            None if error is None else _from_column(error),
+            self._max_retries if retries is None else retries,
+            token if inflight else None,
+            holder,
+        )
+
+    def _telling(self, soon: bool, body: Callable[[bool], Any]) -> Any:
+        """Run what may make a job due soon, and tell the waiting, or owe it."""
+        if not (soon and self._notify):
+            return body(False)
+        tell, done = self._bell.ask(), False
+        try:
+            result = body(tell)
+            done = tell
+            return result
+        finally:
+            if not done:
+                self._bell.owe()
+
+    def _ring(self) -> None:
+        try:
+            if not self._closed:
+                self._rows(_PG_RING, tell=True, lazy=True)
+        except QueueError as exc:
+            _log().warning("waiting workers not told of new jobs: %s", exc)
+
+    # Insert
+
+    def insert(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
+        ids = [self._fresh() if item.id is None else item.id for item in new]
+        if len(new) > 1:
+            body: Callable[..., Any] = self._put_many
+            args: tuple[Any, ...] = (new, ids)
+            again, bulk = False, True
+        else:
+            body, args = self._put, (new[0], ids[0], exist_ok)
+            again, bulk = exist_ok and new[0].id is not None, False
+        if connection is not None:
+            if not self._registered:
+                self._run(lambda *_: None, again=True, write=True)
+            return cast("list[Job]", self._within(connection, body, True, *args))
+        soon = any(item.delay <= _TICK or item.at is not None for item in new)
+        return cast(
+            "list[Job]",
+            self._telling(
+                soon,
+                lambda tell: self._run(
+                    body, tell, *args, again=again, bulk=bulk, write=True
+                ),
+            ),
+        )
+
+    def _put(
+        self, link: Any, doubt: bool, tell: bool, new: _New, id: str, exist_ok: bool
+    ) -> list[Job]:
+        key = _to_column(id)
+        for _ in range(10):
+            rows = self._ask(
+                link, _PG_PUT, id=key, priority=new.priority, at=new.at,
+                delay=new.delay, max_retries=new.max_retries, payload=new.text,
+                tell=tell,
+            )  # fmt: skip
+            if rows:
+                created_at, run_at = rows[0][:2]
+                return [self._new_job(new, id, created_at, run_at)]
+            found = self._ask(link, _PG_FIND, id=key)
+            if found and exist_ok:
+                return [self._view(found[0])]
+            if found:
+                raise self._duplicate(self._view(found[0]))
+        raise QueueError(f"queue {self.path!r}: job {id!r} comes and goes; try again")
+
+    def _new_job(self, new: _New, id: str, created_at: float, run_at: float) -> Job:
+        retries = self._max_retries if new.max_retries is None else new.max_retries
+        return Job(
+            id, new.payload, "pending", 0, new.priority, created_at, run_at,
+            max_retries=retries,
+        )  # fmt: skip
+
+    def _put_many(
+        self, link: Any, doubt: bool, tell: bool, new: Sequence[_New], ids: list[str]
+    ) -> list[Job]:
+        """In the caller's transaction an error would spoil all of it, so there
+        what came before a live id is taken out again."""
+        guest = isinstance(link, _PgGuest)
+        keys = [_to_column(id) for id in ids]
+        rows = []
+        try:
+            rows = self._ask(
+                link,
+                self._sql(
+                    _PG_PUT_MANY,
+                    IF_ALIVE="ON CONFLICT (queue, id) DO NOTHING" if guest else "",
+                ),
+                ids=keys,
+                payloads=[item.text for item in new],
+                priority=new[0].priority,
+                delay=new[0].delay,
+                tell=tell,
+            )
+        except self._driver.errors.UniqueViolation:
+            pass
+        if rows and rows[0][3] is None:
+            now = rows[0][0]
+            run_at = now + new[0].delay if new[0].delay else 0.0
+            return [self._new_job(item, id, now, run_at) for item, id in zip(new, ids)]
+        if rows:
+            self._ask(link, _PG_UNPUT, ids=rows[0][3])
+        found = self._ask(link, _PG_FIRST_OF, ids=keys)
+        raise self._duplicate(self._view(found[0]))
+
+    # Lease
+
+    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
+        news = self._watch.news
+        session = self._live_session() if held and self._notify else None
+        lapses: list[_Lapse] = []
+        looked = time.monotonic() - self._looked >= _TICK
+        if looked:
+            lapses = self._look(n)[1]
+        jobs, due = self._take(n, seconds, session)
+        if not (jobs or looked or again):
+            revived, lapses = self._look(n)
+            if revived:
+                jobs, due = self._take(n, seconds, session)
+        return _Leased(jobs, lapses, (news, time.monotonic() + due))
+
+    def _take(
+        self, n: int, seconds: float, session: _PgSession | None
+    ) -> tuple[list[Job], float]:
+        """Jobs; if there are none, in how many seconds one will be due."""
+        call = self._fresh() + "-"
+        owner = session.number if session else 0
+        none = [(None, None, None)]
+        rows = self._run(
+            self._taking, n, seconds, owner, call, again=True, nothing=none
+        )
+        due = rows[0][0]
+        jobs = [self._view(row[3:], session) for row in rows if row[2] is not None]
+        return jobs, math.inf if due is None else max(0.0, due)
+
+    def _taking(
+        self, link: Any, doubt: bool, n: int, seconds: float, owner: int, call: str
+    ) -> list[tuple[Any, ...]]:
+        if doubt:  # an earlier try may have leased, and nobody knew
+            mine = self._ask(link, _PG_MINE, call=call)
+            if mine:
+                return [(None, None, *row) for row in mine]
+        one = self._sql(_PG_TAKE, N="1" if n == 1 else "%(n)s")
+        take = functools.partial(
+            self._ask, link, one, n=n, seconds=seconds, owner=owner, call=call,
+            lazy=True,
+        )  # fmt: skip
+        rows = take(ripe=False)
+        due = rows[0][0]
+        if due is not None and due <= 0 and rows[0][2] is None:
+            self._ask(link, _PG_RIPEN, n=max(n, _PG_RIPE), lazy=True)
+            rows = take(ripe=True)
+        return rows
+
+    # Who is alive
+
+    def _look(self, n: int) -> tuple[bool, list[_Lapse]]:
+        """Move jobs that a dead holder had for the first time to the front, up
+        to n; whether there were any, and the other lapses."""
+        self._looked = time.monotonic()
+        first, others = [], []
+        for lapse, priority in self._over(math.inf):
+            if lapse.lapses == 0 and lapse.attempts <= lapse.max_retries:
+                first.append((-priority, lapse))
+            else:
+                others.append(lapse)
+        if not first:
+            return False, others
+        first.sort(key=lambda item: item[0])
+        if len(first) > n:
+            self._looked = -math.inf  # look again for the rest
+        lapses = [lapse for _, lapse in first]
+        self._rows(
+            _PG_REVIVE,
+            ids=[_to_column(lapse.id) for lapse in lapses],
+            revs=[lapse.rev for lapse in lapses],
+            errors=[_to_column(lapse.reason) for lapse in lapses],
+            n=n,
+            front=_PG_FRONT,
+        )
+        return True, others
+
+    def _over(self, older_than: float) -> list[tuple[_Lapse, int]]:
+        """Leases that ended unsettled, with their priorities, in order."""
+        rows = self._rows(_PG_LAPSED, older_than=older_than)
+        over, moved = [], False
+        for id, rev, attempts, retries, lapses, priority, moved_from, why in rows:
+            if moved_from is not None:
+                moved = True
+                continue
+            retries = self._max_retries if retries is None else retries
+            reason = f"{why} (delivery {attempts} of {retries + 1})"
+            lapse = _Lapse(_from_column(id), rev, attempts, retries, lapses, reason)
+            over.append((lapse, priority))
+        if moved:
+            self._rows(_PG_LET_GO_LAPSED)
+        return over
+
+    def lapsed(self, older_than: float) -> list[_Lapse]:
+        return [lapse for lapse, _ in self._over(older_than)]
+
+    def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
+        if not verdicts:
+            return 0
+        params: dict[str, Any] = {
+            "ids": [_to_column(lapse.id) for lapse, _, _ in verdicts],
+            "revs": [lapse.rev for lapse, _, _ in verdicts],
+            "delays": [delay for _, delay, _ in verdicts],
+            "errors": [_to_column(error) for _, _, error in verdicts],
+        }
+        rows = self._telling(
+            True, lambda tell: self._rows(_PG_GIVE_BACK, tell=tell, **params)
+        )
+        return cast(int, rows[0][0]) if rows else 0
+
+    def _live_session(self) -> _PgSession:
+        """This object's proof of life; a lost one is replaced, and its jobs
+        that nobody has taken over are ours still."""
+        if self._pid != os.getpid():
+            self.forked()
+        with self._session_lock:
+            session = self._session
+            if session is None or session.lost():
+                self._session = self._new_session()
+                if session is not None:
+                    session.close()
+                    self._rename(session.number, self._session.number)
+            return cast(_PgSession, self._session)
+
+    def _new_session(self) -> _PgSession:
+        """On a connection of its own: the one lent goes back to the pool."""
+        return cast(
+            _PgSession,
+            self._run(lambda *_: self._open_session(), again=True, nothing=None)
+            or self._open_session(),
+        )
+
+    def _open_session(self) -> _PgSession:
+        own = self._connect()
+        try:
+            while True:
+                number = random.getrandbits(30) + 1
+                if self._ask(own, _PG_LOCK, owner=number)[0][0]:
+                    return _PgSession(own, number)
+        except BaseException:
+            own.close()
+            raise
+
+    def _rename(self, old: int, new: int) -> None:
+        _log().warning(
+            "queue %r: lost the connection that proves that owner %d lives; it goes on"
+            " as owner %d",
+            self.path,
+            old,
+            new,
+        )
+        self._rows(_PG_RENAME, old=old, owner=new)
+
+    # Waiting
+
+    def wait(self, seen: object, seconds: float) -> None:
+        news, due = cast("tuple[int, float]", seen)
+        seconds = min(seconds, max(0.0, due - time.monotonic()))
+        if seconds > 0:
+            self._watch.wait(news, cast(Any, self._hear), seconds)
+        else:
+            time.sleep(1e-3)  # due, and another process is at it
+
+    def _hear(self, seconds: float) -> bool:
+        """Listen, look whether something came before that, then sleep."""
+        if not self._notify:
+            time.sleep(min(seconds, _PG_POLL))
+            return True
+        session = self._live_session()
+        with session.lock:
+            try:
+                return self._listen_on(session, seconds)
+            except (self._driver.Error, OSError):
+                session.gone = True  # the next lease says so and opens another
+                return True
+            finally:
+                if self._closed:
+                    session.link.close()
+
+    def _listen_on(self, session: _PgSession, seconds: float) -> bool:
+        link, answer = session.link, max(self._lock_timeout, 1.0)
+        link.patience.deadline = time.monotonic() + answer
+        session.told.clear()
+        try:
+            link.do(f"LISTEN {self._channel}")
+            ready, due = False, None
+            if self._ready(link, False):
+                ready, due = self._ask(link, _PG_PEEK)[0]
+            if ready:
+                time.sleep(1e-3)  # or it would be a busy loop around a locked job
+                return True
+            seconds = seconds if due is None else min(seconds, due)
+            return session.hear(max(0.0, seconds))
+        finally:
+            link.patience.deadline = time.monotonic() + answer
+            link.do(f"UNLISTEN {self._channel}")
+
+
+class _PgEngine(_PgLeases):
+    """The engine for postgresql:// URLs."""
+
+    # Settle, extend
+
+    def settle(
+        self,
+        job: Job,
+        outcome: str,
+        delay: float = 0.0,
+        error: str | None = None,
+        counted: bool = True,
+        connection: Any = None,
+    ) -> None:
+        template = {"done": _PG_DONE, "pending": _PG_BACK, "dead": _PG_BURY}[outcome]
+        params: dict[str, Any] = {"id": _to_column(job.id), "token": job.token}
+        if outcome != "done":
+            params["error"] = None if error is None else _to_column(error)
+        if outcome == "pending":
+            params.update(delay=delay, counted=counted)
+        if connection is not None:
+            if not self._made:
+                self._run(lambda *_: None, again=True)
+            done = self._within(connection, self._settle, job, template, params)
+            if not done:
+                raise self._lost(job)
+            return
+        done = self._telling(
+            outcome == "pending" and delay <= _TICK,
+            lambda tell: self._run(
+                self._settle, job, template, {**params, "tell": tell}, again=True
+            ),
+        )
+        if not done:
+            raise self._lost(job)
+
+    def _settle(
+        self, link: Any, doubt: bool, job: Job, template: str, params: dict[str, Any]
+    ) -> bool:
+        """Settled twice it finds nothing, and so does a lease that was lost."""
+        done = bool(self._ask(link, template, **params))
+        if doubt and not done:
+            raise self._in_doubt(
+                QueueError(
+                    f"queue {self.path!r}: the connection was lost while job"
+                    f" {job.id!r} was settled, and now it is settled, or its lease was"
+                    " lost before",
+                    id=job.id,
+                    path=self.path,
+                )
+            )
+        return done
+
+    def extend(self, job: Job, seconds: float) -> Job:
+        session = self._live_session() if self._notify else None
+        rows = self._rows(
+            _PG_EXTEND,
+            id=_to_column(job.id),
+            token=job.token,
+            seconds=seconds,
+            owner=session.number if session else 0,
+            lazy=True,
+        )
+        if not rows:
+            raise self._lost(job)
+        return self._view(rows[0][1:], session)
+
+    # Looking
+
+    def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
+        states = _PG_STATES[state]
+        rows = self._rows(_PG_SNAPSHOT, bulk=True, states=states, limit=limit)
+        return self._pages((rows and rows[0][0]) or "", states)
+
+    def _pages(self, ids: str, states: list[str]) -> Iterator[Job]:
+        """Read the jobs page by page; what left these states is left out."""
+        start = 0
+        while start < len(ids):
+            page: list[str] = []
+            while len(page) < _PG_PAGE and start < len(ids):
+                end = ids.find("\n", start)
+                end = len(ids) if end < 0 else end
+                page.append(ids[start:end])
+                start = end + 1
+            rows = self._rows(_PG_PAGE_OF, ids=page, states=states)
+            found = {row[0]: row for row in rows}
+            yield from [self._view(found[id]) for id in page if id in found]
+
+    def find(self, id: str) -> Job:
+        rows = self._rows(_PG_FIND, id=_to_column(id))
+        if not rows:
+            raise self._unknown(id, "pending, inflight or dead")
+        return self._view(rows[0])
+
+    def counts(self) -> Stats:
+        rows = self._rows(_PG_COUNTS, bulk=True)
+        return Stats(*rows[0]) if rows else Stats(0, 0, 0, 0, 0, None, None, 0)
+
+    def names(self) -> list[str] | None:
+        found = self._run(
+            lambda link, _: link.rows(self._sql(_PG_NAMES), {}), again=True
+        )
+        return None if found is None else [row[0] for row in found]
+
+    def verify(self) -> list[Damage]:
+        """Have the server read every job; its own checksums speak."""
+        number = 0
+        try:
+            for _ in self.records(None, None):
+                number += 1
+        except QueueError as exc:
+            if getattr(exc, "sqlstate", None) not in ("XX001", "XX002"):
+                raise
+            return [Damage(f"{self._schema}.tiny_queue_job", number + 1, str(exc))]
+        return []
+
+    def compact(self) -> None:
+        raise QueueError(
+            f"queue {self.path!r}: there is nothing to compact, as the server reuses"
+            " the space of jobs that are gone by itself",
+            path=self.path,
+        )
+
+    # Removing, replaying
+
+    def requeue(self, id: str | None) -> int:
+        if id is None:
+            return self._requeue_all()
+        rows = self._telling(
+            True,
+            lambda tell: self._rows(
+                _PG_REQUEUE_ONE, again=False, id=_to_column(id), tell=tell
+            ),
+        )
+        if not rows:
+            raise self._unknown(id, "dead")
+        return 1
+
+    def _requeue_all(self) -> int:
+        last = self._rows(_PG_LAST_DEATH)
+        if not last or last[0][0] is None:
+            return 0
+        return cast(
+            int,
+            self._telling(
+                True,
+                lambda tell: self._many(
+                    _PG_REQUEUE, last=last[0][0], n=_PG_BATCH, tell=tell
+                ),
+            ),
+        )
+
+    def _many(self, template: str, **params: Any) -> int:
+        """Repeat a statement of bounded size until it finds nothing."""
+        total, count = 0, 1
+        while count:
+            rows = self._rows(template, again=False, bulk=True, **params)
+            count = rows[0][0] if rows else 0
+            total += count
+        return total
+
+    def remove(self, id: str) -> bool:
+        return bool(self._rows(_PG_REMOVE, again=False, id=_to_column(id)))
+
+    def purge(self, state: str, older_than: float) -> int:
+        start = self._rows(_PG_CLOCK) or [(0.0,)]
+        return self._many(
+            _PG_PURGE,
+            states=_PG_STATES[state],
+            start=start[0][0],
+            older_than=older_than,
+            n=_PG_BATCH,
+        )
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            self.forked()
+        if self._closed:
+            return
+        self._bell.settle_up()
+        self._closed = True
+        self._watch.close()
+        with self._session_lock:
+            if self._session is not None:
+                self._session.close()
+        self._pool.close()
+
+    # Moving
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        parcels: list[_Parcel] = []
+        for internal, placing in _PG_HOLDING[state]:
+            left = n - len(parcels)
+            if left > 0:
+                text = self._sql(_PG_HOLD, STATE=internal, PLACING=placing)
+                rows = self._rows(
+                    text, again=False, bulk=True, n=left, seconds=seconds,
+                    prefix=prefix, state=state, end=f"-{state}",
+                )  # fmt: skip
+                parcels += [self._parcel(row) for row in rows]
+        return parcels
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        rows = self._rows(_PG_HELD, bulk=True, prefix=prefix)
+        return [self._parcel(row) for row in rows]
+
+    def _parcel(self, row: Sequence[Any]) -> _Parcel:
+        parcel = _Parcel(*row[: len(_Parcel._fields)])
+        error = parcel.last_error
+        return parcel._replace(
+            id=_from_column(parcel.id),
+            last_error=None if error is None else _from_column(error),
+        )
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        if not parcels:
+            return
+        columns: dict[str, list[Any]] = {
+            field: [getattr(parcel, field) for parcel in parcels]
+            for field in _Parcel._fields
+        }
+        columns["id"] = [_to_column(id) for id in columns["id"]]
+        columns["last_error"] = [
+            None if error is None else _to_column(error)
+            for error in columns["last_error"]
+        ]
+        self._run(self._adopt, columns, seconds, bulk=True, write=True)
+
+    def _adopt(
+        self, link: Any, doubt: bool, columns: dict[str, list[Any]], seconds: float
+    ) -> None:
+        try:
+            self._ask(link, _PG_ADOPT, seconds=seconds, **columns)
+        except self._driver.errors.UniqueViolation:
+            found = self._ask(link, _PG_FIRST_OF, ids=columns["id"])
+            raise self._duplicate(self._view(found[0])) from None
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        rows = self._rows(_PG_DROP, again=False, bulk=True, **_held(parcels))
+        return {parcel.id for parcel in parcels} - {
+            _from_column(row[0]) for row in rows
+        }
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._telling(
+            True,
+            lambda tell: self._rows(_PG_LET_GO, bulk=True, tell=tell, **_held(parcels)),
+        )
+
+
+def _held(parcels: Sequence[_Parcel]) -> dict[str, Any]:
+    return {
+        "ids": [_to_column(parcel.id) for parcel in parcels],
+        "tokens": [parcel.token for parcel in parcels],
+    }
+
+
+# By state as Queue names it: as the table does, and in which order each is held.
+_PG_STATES: dict[str | None, list[str]] = {
+    "pending": ["ready", "delayed"],
+    "inflight": ["inflight"],
+    "dead": ["dead"],
+    None: ["ready", "delayed", "inflight", "dead"],
+}
+_PG_HOLDING = {
+    "pending": (("ready", "priority DESC, place"), ("delayed", "run_at, place")),
+    "dead": (("dead", "place"),),
+}
+
+_ENGINE_OF["postgresql"] = _ENGINE_OF["postgres"] = _PgEngine
 
 
 # Command line
