@@ -2905,15 +2905,16 @@ class WorkerSignalTest(WorkerCase):
 class ContractTest(Case):
     def test_every_engine_has_every_verb(self):
         """An engine implements the whole contract, with the same arguments."""
-        self.assertGreaterEqual(len(PLACES), 1 + len(tq._ENGINE_OF))
-        for place in PLACES:
+        engines = {tq._FileEngine, *tq._ENGINE_OF.values()}
+        self.assertLessEqual({place.engine for place in PLACES}, engines)
+        for engine in engines:
             for name, verb in vars(tq._Engine).items():
                 if callable(verb) and not name.startswith("_"):
-                    mine = getattr(place.engine, name)
-                    self.assertIsNot(mine, verb, (place.name, name))
+                    mine = getattr(engine, name)
+                    self.assertIsNot(mine, verb, (engine, name))
                     want = list(inspect.signature(verb).parameters)
                     found = list(inspect.signature(mine).parameters)
-                    self.assertEqual(found[: len(want)], want, (place.name, name))
+                    self.assertEqual(found[: len(want)], want, (engine, name))
 
     def test_queue_calls_nothing_but_verbs(self):
         """Queue knows its engine by the contract only."""

@@ -4369,6 +4369,96 @@ def _from_column(text: str) -> str:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+
+class _Database(_Engine):
+    """A queue in rows: `ready` and `delayed` are the two kinds of pending."""
+
+    can_join = True
+    can_compact = False
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        max_retries: int,
+        fsync: bool,
+        shared: bool,
+        lock_timeout: float,
+    ) -> None:
+        if not shared:
+            raise ValueError(
+                "cross_process_lock: a database locks by itself, so False is for"
+                " directories only"
+            )
+        self.path = self.source = url
+        self._name = name
+        self._max_retries = max_retries
+        self._fsync = fsync
+        self._lock_timeout = lock_timeout
+        self._closed = False
+
+    def _begin(self) -> None:
+        """What each process has for itself."""
+        self._pid = os.getpid()
+        self._prefix = os.urandom(8).hex() + "-"
+        self._serial = itertools.count(1)
+        self._looked = -math.inf
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosedError(
+                f"queue {self.path!r} is closed; make a new Queue", path=self.path
+            )
+
+    def _fresh(self) -> str:
+        """An id or token: unique by a random prefix of this process."""
+        return f"{self._prefix}{next(self._serial):x}"
+
+    def _retries(self, own: int | None) -> int:
+        return self._max_retries if own is None else own
+
+    def _new_job(self, new: _New, id: str, created_at: float, run_at: float) -> Job:
+        return Job(
+            id, new.payload, "pending", 0, new.priority, created_at, run_at,
+            max_retries=self._retries(new.max_retries),
+        )  # fmt: skip
+
+    def _shown(
+        self,
+        id: str,
+        state: str,
+        attempts: int,
+        priority: int,
+        created_at: float,
+        run_at: float,
+        leased_at: float | None,
+        lease_until: float | None,
+        last_error: str | None,
+        max_retries: int | None,
+        token: str | None,
+        payload: Any,
+        holder: object = None,
+    ) -> Job:
+        """A row as a job: without what its state does not have."""
+        pending, inflight = state in ("ready", "delayed"), state == "inflight"
+        return Job(
+            _from_column(id),
+            payload,
+            "pending" if pending else state,
+            attempts,
+            priority,
+            created_at,
+            run_at,
+            None if pending else leased_at,
+            lease_until if inflight else None,
+            None if last_error is None else _from_column(last_error),
+            self._retries(max_retries),
+            token if inflight else None,
+            holder,
+        )
+
+
 _ENGINE_OF: dict[str, Callable[..., _Engine]] = {}  # by URL scheme
 
 
@@ -4698,49 +4788,27 @@ class _LiteWatch(_Watch):
         return True
 
 
-class _LiteCore(_Engine):
+class _LiteCore(_Database):
     """One connection, its transactions, and what can go wrong with them."""
 
-    can_join = True
-    can_compact = False
-
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        *,
-        max_retries: int,
-        fsync: bool,
-        shared: bool,
-        lock_timeout: float,
-    ) -> None:
+    def __init__(self, url: str, name: str, **options: Any) -> None:
         from urllib.parse import quote
 
-        if not shared:
-            raise ValueError(
-                "cross_process_lock: a database locks by itself, so False is for"
-                " directories only"
-            )
+        super().__init__(url, name, **options)
         self._file = _lite_file(url)
         self.path = self.source = f"sqlite:///{quote(self._file)}"
         self._driver = _lite_driver()
-        self._name = name
-        self._max_retries = max_retries
-        self._fsync = fsync
-        self._lock = _LiteLock(f"{self._file}-tiny_queue.lock", lock_timeout, True)
-        self._closed = False
+        lock = f"{self._file}-tiny_queue.lock"
+        self._lock = _LiteLock(lock, self._lock_timeout, True)
         self._db: Any = None
         self._reset()
         _LITE_ENGINES.add(self)
 
     def _reset(self) -> None:
         """Forget all that a process may not share with its parent."""
-        self._pid = os.getpid()
-        self._prefix = os.urandom(8).hex() + "-"
-        self._serial = itertools.count(1)
+        self._begin()
         self._holder: _Holder | None = None
         self._idle = True  # the last lease found nothing
-        self._looked = -math.inf
         self._lapses_left: collections.deque[_Lease] = collections.deque()
         self._watch = _LiteWatch(self._version)
         if self._db is not None:
@@ -5120,7 +5188,7 @@ class _LiteLeases(_LiteCore):
                 job = self._view(row)
                 return [job] if exist_ok else self._duplicate(job)
         now = time.time()
-        jobs = [self._new_job(item, now) for item in new]
+        jobs = [self._job_of(item, now) for item in new]
         rows = [self._new_row(item, job) for item, job in zip(new, jobs)]
         db.executemany(_LITE_INSERT, rows)
         return jobs
@@ -5138,7 +5206,7 @@ class _LiteLeases(_LiteCore):
             item.text,
         )
 
-    def _new_job(self, item: _New, now: float) -> Job:
+    def _job_of(self, item: _New, now: float) -> Job:
         run_at = 0.0
         if item.at is not None:
             run_at = item.at if item.at > now else 0.0
@@ -5147,40 +5215,19 @@ class _LiteLeases(_LiteCore):
         retries = item.max_retries
         if retries is None:
             retries = self._max_retries
-        return Job(
-            self._fresh() if item.id is None else item.id,
-            item.payload, "pending", 0, item.priority, now, run_at,
-            max_retries=retries,
-        )  # fmt: skip
-
-    def _fresh(self) -> str:
-        """An id or token: unique by a random prefix of this process."""
-        return f"{self._prefix}{next(self._serial):x}"
-
-    def _retries(self, own: int | None) -> int:
-        return self._max_retries if own is None else own
+        id = self._fresh() if item.id is None else item.id
+        return self._new_job(item, id, now, run_at)
 
     def _row(self, db: Any, id: str) -> _LiteRow | None:
         row = db.execute(_LITE_FIND, (self._name, _to_column(id))).fetchone()
         return None if row is None else _LiteRow._make(row)
 
     def _view(self, row: _LiteRow) -> Job:
-        state = "pending" if row.state in ("ready", "delayed") else row.state
-        inflight = state == "inflight"
-        return Job(
-            _from_column(row.id),
+        return self._shown(
+            row.id, row.state, row.attempts, row.priority, row.created_at, row.run_at,
+            row.leased_at, row.lease_until, row.last_error, row.max_retries, row.token,
             _lite_payload(row.payload),
-            state,
-            row.attempts,
-            row.priority,
-            row.created_at,
-            row.run_at,
-            None if state == "pending" else row.leased_at,
-            row.lease_until if inflight else None,
-            None if row.last_error is None else _from_column(row.last_error),
-            self._retries(row.max_retries),
-            row.token if inflight else None,
-        )
+        )  # fmt: skip
 
     # Lease
 
@@ -5757,10 +5804,12 @@ _PG_BATCH = 10_000  # jobs removed or replayed by one statement
 _PG_FRONT = 2**62  # taken off the place of a job that goes to the front
 
 _PG_MAKE = """
--- Instants are epoch seconds; text that no database takes is kept as JSON.
+-- Instants are epoch seconds; text that no database takes is kept as JSON.  The
+-- first rev is a random one, so that an id put again has another.
 CREATE SEQUENCE HOME.tiny_queue_place;
 CREATE TABLE HOME.tiny_queue_job (
     place bigint NOT NULL DEFAULT nextval('HOME.tiny_queue_place'),
+    rev bigint NOT NULL DEFAULT (random() * 1e12),
     created_at double precision NOT NULL,
     run_at double precision NOT NULL,
     leased_at double precision,
@@ -5770,7 +5819,6 @@ CREATE TABLE HOME.tiny_queue_job (
     attempts bigint NOT NULL DEFAULT 0,
     max_retries bigint,
     priority integer NOT NULL,
-    rev integer NOT NULL DEFAULT 1,
     lapses integer NOT NULL DEFAULT 0,
     state text COLLATE "C" NOT NULL,
     queue text COLLATE "C" NOT NULL,
@@ -6603,41 +6651,21 @@ class _PgBell:
             ring()
 
 
-class _PgCore(_Engine):
+class _PgCore(_Database):
     """Connections to one server, and what becomes of its errors."""
 
-    can_join = True
-    can_compact = False
     steady_leases = False  # the server's wall clock is the only one that all see
 
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        *,
-        max_retries: int,
-        fsync: bool,
-        shared: bool,
-        lock_timeout: float,
-    ) -> None:
-        if not shared:
-            raise ValueError(
-                "cross_process_lock: a database is shared; only a directory can do"
-                " without the lock"
-            )
-        self.source = url
+    def __init__(self, url: str, name: str, **options: Any) -> None:
+        super().__init__(url, name, **options)
         self.path = _masked(url)
         self._driver = _psycopg()
         self._secrets: set[str] = set()
-        options, self._conninfo = self._read_url(url)
-        self._name = name
-        self._max_retries = max_retries
-        self._fsync = fsync
-        self._lock_timeout = lock_timeout
-        self._schema = options["schema"]
-        self._notify = options["notify"]
-        self._size = options["pool"]
-        self._keepalive = options["keepalive"]
+        found, self._conninfo = self._read_url(url)
+        self._schema: str = found["schema"]
+        self._notify: bool = found["notify"]
+        self._size: int = found["pool"]
+        self._keepalive: int = found["keepalive"]
         place = crc32(f"{self._schema} {name}".encode())
         self._channel = f"tiny_queue_{place:08x}"  # a clash costs idle looks only
         self._family = crc32(f"tiny_queue {self._schema}".encode()) & 0x7FFFFFFF
@@ -6646,7 +6674,6 @@ class _PgCore(_Engine):
             "TELL": _PG_TELL, "LAZY": _PG_LAZY, "PARCEL": _PG_PARCEL,
         }  # fmt: skip
         self._texts: dict[str, str] = {}
-        self._closed = False
         self._reset()
         _ENGINES.add(self)
 
@@ -6655,12 +6682,9 @@ class _PgCore(_Engine):
 
     def _reset(self) -> None:
         """Forget all that a process may not share with its parent."""
-        self._pid = os.getpid()
-        self._prefix = os.urandom(8).hex() + "-"
-        self._numbers = itertools.count(1)
+        self._begin()
         self._made = False  # whether the tables were found
         self._registered = False  # and the queue's name is there
-        self._looked = -math.inf
         self._session: _PgSession | None = None
         self._session_lock = threading.Lock()
         self._pool = _PgPool(self._size)
@@ -6804,12 +6828,6 @@ class _PgCore(_Engine):
                     self._pool.give_back(link)
             time.sleep(pause)
             pause = min(pause * 2, 1.0)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise QueueClosedError(
-                f"queue {self.path!r} is closed; make a new Queue", path=self.path
-            )
 
     def _lend(self, deadline: float) -> _PgLink:
         self._check_open()
@@ -7024,32 +7042,9 @@ class _PgLeases(_PgCore):
             ),
         )
 
-    def _fresh(self) -> str:
-        """An id or token: unique by a random prefix of this process."""
-        return f"{self._prefix}{next(self._numbers):x}"
-
     def _view(self, row: Sequence[Any], holder: object = None) -> Job:
-        (
-            id, state, attempts, priority, created_at, run_at, leased_at, lease_until,
-            error, retries, token, payload,
-        ) = row  # fmt: skip
-        inflight = state == "inflight"
-        pending = state in ("ready", "delayed")
-        return Job(
-            _from_column(id),
-            json.loads(payload),
-            "pending" if pending else state,
-            attempts,
-            priority,
-            created_at,
-            run_at,
-            None if pending else leased_at,
-            lease_until if inflight else None,
-            None if error is None else _from_column(error),
-            self._max_retries if retries is None else retries,
-            token if inflight else None,
-            holder,
-        )
+        shown: Callable[..., Job] = self._shown
+        return shown(*row[:-1], json.loads(row[-1]), holder)
 
     def _telling(self, soon: bool, body: Callable[[bool], Any]) -> Any:
         """Run what may make a job due soon, and tell the waiting, or owe it."""
@@ -7118,13 +7113,6 @@ class _PgLeases(_PgCore):
             if found:
                 raise self._duplicate(self._view(found[0]))
         raise QueueError(f"queue {self.path!r}: job {id!r} comes and goes; try again")
-
-    def _new_job(self, new: _New, id: str, created_at: float, run_at: float) -> Job:
-        retries = self._max_retries if new.max_retries is None else new.max_retries
-        return Job(
-            id, new.payload, "pending", 0, new.priority, created_at, run_at,
-            max_retries=retries,
-        )  # fmt: skip
 
     def _put_many(
         self, link: Any, doubt: bool, tell: bool, new: Sequence[_New], ids: list[str]
@@ -7243,7 +7231,7 @@ class _PgLeases(_PgCore):
             if moved_from is not None:
                 moved = True
                 continue
-            retries = self._max_retries if retries is None else retries
+            retries = self._retries(retries)
             reason = f"{why} (delivery {attempts} of {retries + 1})"
             lapse = _Lapse(_from_column(id), rev, attempts, retries, lapses, reason)
             over.append((lapse, priority))
