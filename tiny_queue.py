@@ -6437,6 +6437,10 @@ class _Patience:
 _PG_INHERITED: list[Any] = []  # a parent's connections: never closed, never freed
 
 
+class _UnreachableError(Exception):
+    """No connection came about; its cause says why."""
+
+
 class _PgLink:
     """A connection of ours, in autocommit."""
 
@@ -6469,8 +6473,9 @@ class _PgLink:
     def abandon(self) -> None:
         """In a child: let go of the descriptor only.  The parent's session goes
         on, and must end when the parent does."""
+        if not self.connection.closed:
+            os.close(self.patience.fd)
         _PG_INHERITED.append(self.connection)
-        os.close(self.patience.fd)
 
 
 class _PgPool:
@@ -6602,7 +6607,7 @@ class _PgBell:
         self._engine_ring = weakref.WeakMethod(ring)
         self._lock = threading.Lock()
         self._told = -math.inf
-        self._owing = False
+        self.owing = False
         self._payer: threading.Thread | None = None
 
     def ask(self) -> bool:
@@ -6612,13 +6617,13 @@ class _PgBell:
             if now - self._told < _PG_QUIET:
                 return False
             self._told = now
-            self._owing = False
+            self.owing = False
             return True
 
     def owe(self) -> None:
         """A change that did not tell was committed."""
         with self._lock:
-            self._owing = True
+            self.owing = True
             if self._payer is None:
                 self._payer = threading.Thread(target=self._pay, daemon=True)
                 self._payer.start()
@@ -6629,20 +6634,20 @@ class _PgBell:
         while idle < 20:
             time.sleep(_PG_QUIET)
             idle += 1
-            if self._owing:
+            if self.owing:
                 with self._lock:
-                    self._owing, self._told = False, time.monotonic()
+                    self.owing, self._told = False, time.monotonic()
                 self._ring()
                 idle = 0
         with self._lock:
             self._payer = None
-            owing = self._owing
+            owing = self.owing
         if owing:
             self.owe()
 
     def settle_up(self) -> None:
-        if self._owing:
-            self._owing = False
+        if self.owing:
+            self.owing = False
             self._ring()
 
     def _ring(self) -> None:
@@ -6753,18 +6758,24 @@ class _PgCore(_Database):
             "tcp_user_timeout": milliseconds,
             **self._conninfo,
         }
-        connection = self._driver.connect(
-            autocommit=True, prepare_threshold=5 if self._notify else None, **conninfo
-        )
-        link = _PgLink(connection)
-        link.patience.deadline = time.monotonic() + lasting
+        link = None
         try:
+            threshold = 5 if self._notify else None  # a pooler mixes sessions up
+            link = _PgLink(
+                self._driver.connect(
+                    autocommit=True, prepare_threshold=threshold, **conninfo
+                )
+            )
+            link.patience.deadline = time.monotonic() + lasting
             if self._notify:
                 self._set_up(link, milliseconds)
-        except BaseException:
-            link.close()
+            return link
+        except BaseException as exc:
+            if link is not None:
+                link.close()
+            if isinstance(exc, (self._driver.Error, OSError)):
+                raise _UnreachableError from exc
             raise
-        return link
 
     def _set_up(self, link: _PgLink, milliseconds: int) -> None:
         # Each statement is a few steps in an index.  The planner must not think
@@ -6816,7 +6827,7 @@ class _PgCore(_Database):
                     return nothing
                 sent = True
                 return body(link, doubt, *args)
-            except (self._driver.Error, OSError) as exc:
+            except (self._driver.Error, OSError, _UnreachableError) as exc:
                 error, retried, lost = self._judge(exc, link)
                 doubt = doubt or (sent and lost)
                 late = time.monotonic() + pause >= deadline
@@ -6848,6 +6859,8 @@ class _PgCore(_Database):
     ) -> tuple[QueueError, bool, bool]:
         """Our error for the driver's; whether another try may help; whether
         nobody can tell if the statement was carried out."""
+        unreachable = isinstance(exc, _UnreachableError)
+        exc = cast(Exception, exc.__cause__) if unreachable else exc
         code = getattr(exc, "sqlstate", None)
         text = self._clean(str(exc))
         kind, advice = _PG_ADVICE.get(code or "", (QueueError, "nothing was changed"))
@@ -6861,7 +6874,7 @@ class _PgCore(_Database):
         if code == "53100":
             data["errno"] = errno.ENOSPC
         error = kind(f"queue {self.path!r}: {text}; {advice}", **data)
-        if link is None:
+        if unreachable or link is None:
             return error, not _PG_FINAL.search(text), False
         if code in _PG_RETRIED:
             return error, True, False
@@ -7050,14 +7063,16 @@ class _PgLeases(_PgCore):
         """Run what may make a job due soon, and tell the waiting, or owe it."""
         if not (soon and self._notify):
             return body(False)
-        tell, done = self._bell.ask(), False
+        owed, tell = self._bell.owing, self._bell.ask()
         try:
             result = body(tell)
-            done = tell
-            return result
-        finally:
-            if not done:
+        except BaseException:
+            if tell and owed:
                 self._bell.owe()
+            raise
+        if not tell:
+            self._bell.owe()
+        return result
 
     def _ring(self) -> None:
         try:
@@ -7274,8 +7289,8 @@ class _PgLeases(_PgCore):
         """On a connection of its own: the one lent goes back to the pool."""
         return cast(
             _PgSession,
-            self._run(lambda *_: self._open_session(), again=True, nothing=None)
-            or self._open_session(),
+            self._run(lambda *_: self._open_session(), again=True)
+            or self._open_session(),  # there are no tables yet
         )
 
     def _open_session(self) -> _PgSession:
@@ -7318,7 +7333,7 @@ class _PgLeases(_PgCore):
         with session.lock:
             try:
                 return self._listen_on(session, seconds)
-            except (self._driver.Error, OSError):
+            except (self._driver.Error, OSError, QueueError):
                 session.gone = True  # the next lease says so and opens another
                 return True
             finally:
