@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import atexit
 import collections
 import contextlib
 import copy
@@ -3450,15 +3451,16 @@ class WorkerSignalTest(WorkerCase):
 class ContractTest(Case):
     def test_every_engine_has_every_verb(self):
         """An engine implements the whole contract, with the same arguments."""
-        self.assertGreaterEqual(len(PLACES), 1 + len(tq._ENGINE_OF))
-        for place in PLACES:
+        engines = {tq._FileEngine, *tq._ENGINE_OF.values()}
+        self.assertLessEqual({place.engine for place in PLACES}, engines)
+        for engine in engines:
             for name, verb in vars(tq._Engine).items():
                 if callable(verb) and not name.startswith("_"):
-                    mine = getattr(place.engine, name)
-                    self.assertIsNot(mine, verb, (place.name, name))
+                    mine = getattr(engine, name)
+                    self.assertIsNot(mine, verb, (engine, name))
                     want = list(inspect.signature(verb).parameters)
                     found = list(inspect.signature(mine).parameters)
-                    self.assertEqual(found[: len(want)], want, (place.name, name))
+                    self.assertEqual(found[: len(want)], want, (engine, name))
 
     def test_queue_calls_nothing_but_verbs(self):
         """Queue knows its engine by the contract only."""
@@ -7552,25 +7554,29 @@ class ExactlyOnceTest(Case):
     """Killed at any step of SQLite, a handler's effects are there once."""
 
     place = SqlitePlace()
-    JOBS = 2
+    JOBS, STRIDE, LEAST = 2, 7, 20
 
     def prepare(self):
-        with contextlib.closing(self.place.connect(self.path)) as conn:
-            conn.execute("CREATE TABLE IF NOT EXISTS effects (job)")
-            conn.execute("DELETE FROM effects")
-            conn.commit()
         with tq.Queue(self.path, fsync=False, max_retries=99) as queue:
             queue.put_many(range(self.JOBS))
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            conn.execute("CREATE TABLE IF NOT EXISTS effects (job integer)")
+            conn.execute("DELETE FROM effects")
+            conn.commit()
+
+    def watch(self, conn, step):
+        """Call step() at each instruction of a statement."""
+        conn.set_progress_handler(step, 1)
 
     def work(self, step):
         """Do all jobs; step() is called at every step of the transactions."""
         queue = tq.Queue(self.path, fsync=False, max_retries=99, backoff=lambda n: 0)
         conn = self.place.connect(self.path)
-        conn.set_progress_handler(step, 1)  # at each instruction of a statement
+        self.watch(conn, step)
         while len(queue) or queue.stats().inflight:
             for job in iter(queue.get, None):
                 step()
-                conn.execute("INSERT INTO effects VALUES (?)", (job.payload,))
+                conn.execute(f"INSERT INTO effects VALUES ({job.payload})")
                 step()
                 queue.task_done(job, connection=conn)
                 step()
@@ -7597,7 +7603,8 @@ class ExactlyOnceTest(Case):
 
     def test_each_effect_is_there_once_wherever_it_dies(self):
         """The job and what its handler wrote commit together or not at all."""
-        stride, number, kills, killed = 1 if DEEP else 7, 1, 0, True
+        number, kills, killed = 1, 0, True
+        stride = 1 if DEEP else self.STRIDE
         while killed:
             self.prepare()
             killed = self.killed_at(number)
@@ -7606,8 +7613,9 @@ class ExactlyOnceTest(Case):
                 found = conn.execute("SELECT job FROM effects ORDER BY job").fetchall()
             self.assertEqual([row[0] for row in found], list(range(self.JOBS)), number)
             kills, number = kills + killed, number + stride
-        print(f"\nExactlyOnceTest: {kills} kills in a handler", file=sys.stderr)
-        self.assertGreater(kills, 20)
+        name = type(self).__name__
+        print(f"\n{name}: {kills} kills in a handler", file=sys.stderr)
+        self.assertGreater(kills, self.LEAST)
 
 
 class SqliteTest(Case):
@@ -7975,6 +7983,732 @@ class SqliteTest(Case):
         self.assertEqual(source._engine.drop(held), set())
         self.assertEqual(source._engine.drop(held), {job.id for job in held})
         target._engine.let_go(held)
+
+
+# PostgreSQL engine
+# =============================================================================
+
+
+class Cluster:
+    """A PostgreSQL server of our own, which may be stopped and restarted."""
+
+    made = None
+
+    @classmethod
+    def shared(cls):
+        """The one of this process; SkipTest, or failure in CI, if none can be."""
+        if psycopg is None or cls.programs() is None:
+            lack = NO_POSTGRES or "no initdb on PATH"
+            if os.environ.get("TQ_REQUIRE_POSTGRES", "0") != "0":
+                raise AssertionError(lack)
+            raise unittest.SkipTest(lack)
+        if cls.made is None or cls.made.pid != os.getpid():
+            cls.made = cls()
+        return cls.made
+
+    @staticmethod
+    def programs():
+        """Where the server's programs are, or None."""
+        found = shutil.which("initdb")
+        if found:
+            return os.path.dirname(os.path.realpath(found))
+        debian = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+        return str(debian[-1].parent) if debian else None
+
+    def __init__(self):
+        self.pid = os.getpid()
+        self.user = {"user": "postgres"} if os.geteuid() == 0 else {}
+        self.dir = tempfile.mkdtemp(prefix="tq-cluster-")
+        atexit.register(self.remove)
+        if self.user:
+            shutil.chown(self.dir, "postgres")
+        secret = os.path.join(self.dir, "secret")
+        pathlib.Path(secret).write_text("sesame\n")
+        subprocess.run(
+            [f"{self.programs()}/initdb", "-D", f"{self.dir}/data", "-N", "-U", "boss",
+             "-E", "UTF8", "--no-locale", "--auth-local=trust",
+             "--auth-host=scram-sha-256", f"--pwfile={secret}"],
+            check=True, stdout=subprocess.DEVNULL, cwd=self.dir, **self.user,
+        )  # fmt: skip
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = sock.getsockname()[1]
+        self.url = f"postgresql://boss:sesame@127.0.0.1:{self.port}/postgres"
+        self.process = None
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(
+            [f"{self.programs()}/postgres", "-D", f"{self.dir}/data", "-p",
+             str(self.port), "-k", self.dir, "-c", "listen_addresses=127.0.0.1", "-c",
+             "fsync=off"],
+            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.dir,
+            **self.user,
+        )  # fmt: skip
+        eventually(self.answers)
+
+    def answers(self):
+        try:
+            psycopg.connect(self.url).close()
+            return True
+        except psycopg.OperationalError:
+            return False
+
+    def stop(self, how=signal.SIGINT):
+        self.process.send_signal(how)
+        self.process.wait(PATIENCE)
+
+    def remove(self):
+        if self.pid == os.getpid():
+            if self.process is not None:
+                self.process.send_signal(signal.SIGCONT)
+                self.stop(signal.SIGQUIT)
+            shutil.rmtree(self.dir, True)
+
+
+class Relay:
+    """A way to a server on which answers get lost."""
+
+    def __init__(self, port):
+        self.port = port
+        self.cut_at = 0  # the how many-th answer from now is not delivered
+        self.silent = False  # nothing is
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.own_port = self.listener.getsockname()[1]
+        self.socks = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.listener.accept()
+                server = socket.create_connection(("127.0.0.1", self.port))
+                self.socks += [client, server]
+                for pair in ((client, server, False), (server, client, True)):
+                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _pump(self, source, target, answers):
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if self.silent:
+                    continue
+                if answers and self.cut_at:
+                    self.cut_at -= 1
+                    if not self.cut_at:
+                        break
+                target.sendall(data)
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        for sock in (self.listener, *self.socks):
+            sock.close()
+
+
+class ClusterCase(Case):
+    """A test on a server of our own, in a database of the test's own."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.place = PostgresPlace(Cluster.shared().url)
+
+    def setUp(self):
+        super().setUp()
+        self.cluster = Cluster.shared()
+        self.ask = self.place.ask
+
+    def relay(self):
+        relay = Relay(self.cluster.port)
+        self.addCleanup(relay.close)
+        url = self.path.replace(f":{self.cluster.port}/", f":{relay.own_port}/")
+        return relay, url
+
+    def waiting_pid(self):
+        """The server's process that waits for a lock, once there is one."""
+        sql = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        return eventually(lambda: self.ask(sql))[0][0]
+
+    def table(self, queue):
+        return f"{self.place.schema(self.path)}.tiny_queue_job"
+
+    def failing(self, queue, code, times=3):
+        """Let the next changes of the table fail with an SQLSTATE."""
+        schema = self.place.schema(self.path)
+        self.ask(f"CREATE SEQUENCE {schema}.failures")
+        self.ask(
+            f"CREATE FUNCTION {schema}.fail() RETURNS trigger LANGUAGE plpgsql AS $$"
+            f" BEGIN IF nextval('{schema}.failures') <= {times} THEN"
+            f" RAISE SQLSTATE '{code}' USING message = 'as the test wanted'; END IF;"
+            " RETURN new; END $$"
+        )
+        self.ask(
+            f"CREATE TRIGGER fail BEFORE INSERT OR UPDATE ON {self.table(queue)}"
+            f" FOR EACH ROW EXECUTE FUNCTION {schema}.fail()"
+        )
+
+
+class PostgresUrlTest(Case):
+    def setUp(self):
+        super().setUp()
+        if psycopg is None:
+            self.skipTest(NO_POSTGRES)
+
+    def test_passwords_are_never_shown(self):
+        """Neither in repr, path nor errors, wherever in the URL they stand."""
+        for url in ("postgresql://me:open%20sesame@127.0.0.1:1/db",
+                    "postgres://127.0.0.1:1/db?user=me&password=open%20sesame",
+                    "postgresql://me:open sesame?@127.0.0.1:x/db",
+                    "postgresql://me:open%2sesame@127.0.0.1/db"):  # fmt: skip
+            said = ""
+            try:
+                queue = self.open(path=url, lock_timeout=0)
+                said = repr(queue) + queue.path
+                queue.put(1)
+            except (tq.QueueError, ValueError) as exc:
+                said += str(exc) + repr(vars(exc))
+            self.assertIn("***", said)
+            self.assertNotIn("sesame", said)
+
+    def test_a_pickle_opens_the_same_database(self):
+        """The password goes along in a pickle, and only there."""
+        queue = self.open(path="postgresql://me:sesame@127.0.0.1:1/db?schema=x")
+        twin = pickle.loads(pickle.dumps(queue))
+        self.assertEqual(twin._engine.source, queue._engine.source)
+        self.assertIn("sesame", twin._engine.source)
+
+    def test_unknown_options_are_refused_with_the_known(self):
+        """ValueError before any connection; libpq's own options pass."""
+        for query, names in (("scheme=x", "schema.*connect_timeout"),
+                             ("pool=0", "pool|number"), ("notify=yes", "neither"),
+                             ("schema=a.b", "schema"), ("schema=a%22b", "schema"),
+                             ("keepalive=-1", "number")):  # fmt: skip
+            with self.subTest(query), self.assertRaisesRegex(ValueError, names):
+                tq.Queue(f"postgresql://127.0.0.1/test?{query}")
+        tq.Queue("postgresql:///test?sslmode=disable&connect_timeout=3&schema=a_b")
+        with self.assertRaisesRegex(ValueError, "cross_process_lock"):
+            self.open(path="postgresql:///x", cross_process_lock=False)
+
+    def test_nobody_there(self):
+        """No server: QueueError within lock_timeout, at least a second."""
+        start = time.monotonic()
+        with self.assertRaises(tq.QueueError) as caught:
+            self.open(path="postgresql://127.0.0.1:1/x", lock_timeout=0.5).put(1)
+        self.assertLess(time.monotonic() - start, 5.0)
+        self.assertFalse(caught.exception.outcome_unknown)
+
+
+class PostgresMissingTest(Case):
+    def test_without_psycopg_the_error_says_what_to_install(self):
+        """The module imports without it; only such a URL needs it."""
+        with mock.patch.dict(sys.modules, psycopg=None):
+            with self.assertRaisesRegex(tq.QueueError, r"psycopg\[binary\].*postgres"):
+                tq.Queue("postgresql://127.0.0.1/test")
+
+    def test_postgres_was_tested(self):
+        """Where it is required, there is a server; else the reason is shown."""
+        if NO_POSTGRES:
+            if os.environ.get("TQ_REQUIRE_POSTGRES", "0") != "0":
+                self.fail(NO_POSTGRES)
+            self.skipTest(f"PostgreSQL: {NO_POSTGRES}")
+        self.assertIn("LifeTestPostgres", [twin.__name__ for twin in TWINS])
+
+
+class PostgresTest(ClusterCase):
+    def test_twenty_processes_come_first_at_once(self):
+        """One of them makes the tables; each one's job is there."""
+        pipe = os.pipe()
+
+        def first(link):
+            link.tell("ready")
+            select.select([pipe[0]], [], [], PATIENCE)
+            self.open().put(os.getpid())
+
+        children = [self.spawn(first) for _ in range(20)]
+        for child in children:
+            child.hear()
+        os.write(pipe[1], b"go")
+        for child in children:
+            self.assertIsNone(child.hear())
+        self.assertEqual(
+            {job.payload for job in self.open().jobs()}, {c.pid for c in children}
+        )
+
+    def test_another_version_is_refused(self):
+        """Neither older nor newer tables are touched, and the error says so."""
+        self.open().put(1)
+        table = f"{self.place.schema(self.path)}.tiny_queue_version"
+        for version in (0, 2):
+            self.ask(f"UPDATE {table} SET version = {version}")
+            before = self.place.raw(self.path)
+            queue = self.open()
+            for call in (queue.get, queue.stats, lambda q=queue: q.put(2)):
+                with self.assertRaisesRegex(tq.QueueError, f"version {version}.* 1;"):
+                    call()
+            self.assertEqual(self.place.raw(self.path), before)
+
+    def test_rights(self):
+        """A role with rights on the tables needs none to make them; one that
+        lacks any is told which are needed."""
+        schema = self.place.schema(self.path)
+        self.ask(f"CREATE ROLE {schema} LOGIN PASSWORD 'sesame'")
+        self.addCleanup(self.ask, f"DROP ROLE {schema}")
+        self.addCleanup(self.ask, f"DROP OWNED BY {schema}")
+        url = self.path.replace("boss:", f"{schema}:")
+        with self.assertRaisesRegex(tq.QueueError, "CREATE on the database"):
+            self.open(path=url).put(1)
+        self.open().put("first")
+        with self.assertRaisesRegex(tq.QueueError, "USAGE on the schema"):
+            self.open(path=url).put(1)
+        self.ask(f"GRANT USAGE ON SCHEMA {schema} TO {schema}")
+        self.ask(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {schema}")
+        self.ask(
+            "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA"
+            f" {schema} TO {schema}"
+        )
+        queue = self.open(path=url)
+        queue.put("second")
+        self.assertDrains(queue, ["first", "second"])
+
+    def test_a_wrong_password_is_final(self):
+        """QueueError at once, not after lock_timeout; and it is not shown."""
+        start = time.monotonic()
+        for word, what in (("sesame", "tesame"), ("/postgres?", "/none?")):
+            queue = self.open(path=self.path.replace(word, what))
+            with self.assertRaises(tq.QueueError) as caught:
+                queue.put(1)
+            self.assertNotIn("esame", str(caught.exception))
+        self.assertLess(time.monotonic() - start, 5.0)
+
+    def test_schemas_and_queues_do_not_mix(self):
+        """The same ids in two schemas, and in two queues of one."""
+        queues = [
+            tq.Queue(path, name, fsync=False)
+            for path in (self.path, self.place.where(self.path))
+            for name in ("a", "b")
+        ]
+        self.addCleanup(self.place.clean, self.place.where(self.path))
+        for number, queue in enumerate(queues):
+            self.addCleanup(queue.close)
+            queue.put(number, id="x")
+        for number, queue in enumerate(queues):
+            self.assertEqual(queue._engine.names(), ["a", "b"])
+            self.assertDrains(queue, [number])
+
+    def test_an_idle_poll_costs_no_write(self):
+        """No transaction number is used, however often an empty queue is asked."""
+        queue = self.open()
+        queue.put(1)
+        queue.task_done(queue.get())
+        queue.put("late", delay=3600)
+        self.assertIsNone(queue.get(timeout=0.05))
+        time.sleep(3 * tq._PG_QUIET)  # a debt is paid
+        sql = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
+        before = self.ask(sql)
+        for _ in range(10_000 if DEEP else 300):
+            queue.get()
+        queue.get(timeout=0.05)
+        self.assertEqual(self.ask(sql), before)
+
+    def test_each_hot_statement_is_a_few_steps_in_an_index(self):
+        """Among many waiting and scheduled jobs, whose number the planner does
+        not know, a take and a settlement read a few blocks."""
+        queue = self.open()
+        queue.put("first")
+        for delay in (0, 3600):
+            queue.put_many(range(20_000), delay=delay)
+        job = queue.get()
+        take = tq._PG_TAKE.replace("LIMIT N ", "LIMIT 1 ")
+        for statement, params in (
+            (take, dict(ripe=False, n=1, seconds=9.0, owner=0, call="x", lazy=True)),
+            (tq._PG_DONE, dict(id=job.id, token=job.token)),
+            (tq._PG_PEEK, {}),
+            (tq._PG_LAPSED, dict(older_than=math.inf)),
+        ):
+            explain = "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON)" + statement
+            plan = queue._engine._rows(explain, **params)[0][0][0]["Plan"]
+            self.assertNotIn("Seq Scan", json.dumps(plan))
+            print(
+                statement[:60], plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+            )
+            self.assertLess(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"], 90)
+        self.assertEqual(queue.find(queue.get().id).payload, 1)
+
+    def test_batches_are_one_statement(self):
+        """put_many of thousands is one round trip, and keeps their order."""
+        queue, asked = self.open(), []
+        queue.put("first")
+        rows = tq._PgLink.rows
+        with mock.patch.object(
+            tq._PgLink, "rows", lambda *args: asked.append(args) or rows(*args)
+        ):
+            queue.put_many(range(3000))
+        self.assertEqual(len(asked), 1)
+        self.assertEqual(
+            [job.payload for job in queue.jobs(limit=4)], ["first", 0, 1, 2]
+        )
+        self.assertEqual(sum(1 for _ in queue.jobs()), 3001)
+
+    def test_behind_a_pooler(self):
+        """notify=0 leaves nothing in a session: no lock, no setting, nothing
+        prepared; leases end by time, and a put is found by looking."""
+        queue = self.open(path=self.path + "&notify=0", lease_timeout=0.2)
+        for n in range(12):
+            queue.put(n)
+            queue.task_done(queue.get())
+        link = queue._engine._pool.lend(math.inf, lambda: None)
+        for sql in ("SELECT 1 FROM pg_prepared_statements",
+                    "SELECT 1 FROM pg_locks WHERE locktype = 'advisory'",
+                    "SELECT 1 FROM pg_settings WHERE source = 'session'"):  # fmt: skip
+            self.assertEqual(link.rows(sql, {}), [], sql)
+        queue._engine._pool.give_back(link)
+        queue.put("x")
+        queue.get()
+        job = queue.get(timeout=PATIENCE)
+        self.assertEqual((job.attempts, queue.task_done(job)), (2, None))
+        timer = threading.Timer(0.1, self.open().put, ["late"])
+        timer.start()
+        self.assertEqual(queue.get(timeout=PATIENCE).payload, "late")
+        timer.join()
+
+
+class PostgresFaultTest(ClusterCase):
+    def test_the_pool_is_exhausted(self):
+        """Whoever waits for a connection in vain is told which limit it was."""
+        queue = self.open(path=self.path + "&pool=1", lock_timeout=0.3)
+        queue.put(1)
+        link = queue._engine._pool.lend(math.inf, lambda: None)
+        with self.assertRaisesRegex(tq.LockTimeoutError, "pool") as caught:
+            queue.put(2)
+        self.assertEqual(caught.exception.timeout, 0.3)
+        queue._engine._pool.give_back(link)
+        queue.put(3)
+        self.assertDrains(queue, [1, 3])
+
+    def test_an_open_transaction_has_the_id(self):
+        """A put of an id that waits for its commit is LockTimeoutError in time,
+        with nothing put; then it is a duplicate."""
+        queue = self.open(lock_timeout=1.0)
+        queue.put(0)
+        with self.place.connect(self.path) as conn:
+            queue.put("theirs", id="x", connection=conn)
+            start = time.monotonic()
+            with self.assertRaisesRegex(tq.LockTimeoutError, "connection=") as caught:
+                queue.put("mine", id="x")
+            self.assertLess(time.monotonic() - start, 4.0)
+        self.assertFalse(caught.exception.outcome_unknown)
+        self.assertRaises(tq.DuplicateJobError, queue.put, "mine", id="x")
+        self.assertDrains(queue, [0, "theirs"])
+
+    def test_deadlocks_and_serialization_failures_are_tried_again(self):
+        """They carried out nothing: the caller does not hear of them."""
+        queue = self.open()
+        queue.put(0)
+        for code in ("40001", "40P01"):
+            self.failing(queue, code)
+            queue.put(code)
+            self.ask(f"DROP TRIGGER fail ON {self.table(queue)}")
+            schema = self.place.schema(self.path)
+            self.ask(f"DROP FUNCTION {schema}.fail")
+            self.ask(f"DROP SEQUENCE {schema}.failures")
+        self.assertDrains(queue, [0, "40001", "40P01"])
+
+    def test_a_full_disk_is_reported(self):
+        """QueueError with errno ENOSPC, nothing kept; then it goes on."""
+        queue = self.open()
+        queue.put(1)
+        self.failing(queue, "53100", times=2)
+        for call in (lambda: queue.put(2), lambda: queue.put_many([3, 4])):
+            with self.assertRaisesRegex(tq.QueueError, "disk is full") as caught:
+                call()
+            self.assertEqual(caught.exception.errno, errno.ENOSPC)
+            self.assertFalse(caught.exception.outcome_unknown)
+        queue.put(5)
+        self.assertDrains(queue, [1, 5])
+
+    def test_a_backend_killed_in_mid_statement(self):
+        """What waits on a lock when its process is killed is done anew."""
+        queue = self.open()
+        queue.put(0)
+        with self.place.connect(self.path) as conn:
+            queue.put("theirs", id="x", connection=conn)
+            thread = threading.Thread(
+                target=queue.put, args=("mine",), kwargs={"id": "x"}
+            )
+            with mock.patch.object(threading, "excepthook"):
+                thread.start()
+                self.ask(f"SELECT pg_terminate_backend({self.waiting_pid()})")
+                self.waiting_pid()
+                conn.rollback()
+                thread.join(PATIENCE)
+        self.assertDrains(queue, [0, "mine"])
+
+    def test_a_lost_session_is_replaced(self):
+        """The server ends what proves a worker's life: its running job stays
+        its own, under a new owner number, and the log says so."""
+        queue, other = self.open(), self.open()
+        queue.put(1)
+        job = queue.get()
+        old = queue._engine._session
+        self.ask(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE objid ="
+            f" {old.number} AND locktype = 'advisory'"
+        )
+        with self.assertLogs("tiny_queue", "WARNING") as logs:
+            self.assertIsNone(queue.get())
+        self.assertIn("goes on as owner", logs.output[0])
+        self.assertNotEqual(queue._engine._session.number, old.number)
+        self.assertIsNone(other.get())
+        queue.task_done(job)
+
+    def test_a_killed_worker_s_job_is_back_though_a_child_lives(self):
+        """A forked child does not keep its parent's session."""
+
+        def parent(link):
+            queue = self.open()
+            job = queue.get()
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(PATIENCE)
+                os._exit(0)
+            link.tell([job.id, pid])
+            link.hear()
+
+        queue = self.open()
+        queue.put(1, id="x")
+        child = self.spawn(parent)
+        id, pid = child.hear()
+        self.addCleanup(os.kill, pid, signal.SIGKILL)
+        self.assertIsNone(queue.get())
+        child.kill()
+        self.assertEqual(queue.get(timeout=PATIENCE).attempts, 2)
+
+    def test_a_child_leaves_its_parent_s_connections_alone(self):
+        """Its end does not end theirs: no message of it reaches the server."""
+
+        def use(link):
+            inherited.put("child")
+
+        inherited = self.open()
+        inherited.put("parent")
+        inherited.release(inherited.get())
+        pids = "SELECT pid FROM pg_stat_activity WHERE usename = 'boss' ORDER BY pid"
+        before = self.ask(pids)
+        self.spawn(use).hear()
+        eventually(lambda: self.ask(pids) == before)
+        with mock.patch.object(inherited._engine, "_connect", None):
+            self.assertDrains(inherited, ["parent", "child"])
+
+
+class PostgresLostTest(ClusterCase):
+    """Answers that do not arrive."""
+
+    def setUp(self):
+        super().setUp()
+        self.relayed, url = self.relay()
+        self.queue = self.open(path=url, lock_timeout=5.0)
+        self.queue.put("first", id="first")
+
+    def test_a_put_whose_answer_is_lost(self):
+        """The caller is told that nobody knows; with an id and exist_ok the
+        put is repeated for him."""
+        self.relayed.cut_at = 1
+        with self.assertRaises(tq.QueueError) as caught:
+            self.queue.put("second")
+        self.assertTrue(caught.exception.outcome_unknown)
+        self.assertEqual(len(self.queue), 2)
+        self.relayed.cut_at = 1
+        job = self.queue.put("third", id="third", exist_ok=True)
+        self.assertEqual((job.id, self.relayed.cut_at), ("third", 0))
+        self.assertDrains(self.open(), ["first", "second", "third"])
+
+    def test_a_take_whose_answer_is_lost(self):
+        """At whichever answer: the job is leased once, to whoever asked."""
+        for number in range(1, 7):
+            self.relayed.cut_at = number
+            job = self.queue.get()
+            self.assertEqual((job.id, job.attempts), ("first", 1), number)
+            self.assertEqual(self.open().stats().inflight, 1)
+            self.relayed.cut_at = 0
+            self.queue.release(job)
+
+    def test_a_settlement_whose_answer_is_lost(self):
+        """It is done, and the caller is told that this is not certain."""
+        job = self.queue.get()
+        self.relayed.cut_at = 1
+        with self.assertRaises(tq.QueueError) as caught:
+            self.queue.task_done(job)
+        self.assertTrue(caught.exception.outcome_unknown)
+        self.assertRaises(tq.JobNotFoundError, self.queue.find, "first")
+
+    def test_no_call_hangs_on_a_silent_server(self):
+        """LockTimeoutError within lock_timeout, whatever was asked; then all
+        is well again."""
+        queue = self.open(path=self.queue._engine.source, lock_timeout=1.0)
+        job = queue.get()
+        more = (lambda: queue.task_done(job), queue.stats) if DEEP else ()
+        for call in (lambda: queue.put(1), queue.get, *more):
+            self.relayed.silent = True
+            start = time.monotonic()
+            self.assertRaises(tq.QueueError, call)
+            self.assertLess(time.monotonic() - start, 9.0)
+            self.relayed.silent = False
+        eventually(lambda: queue.stats().inflight == 1)
+        queue.task_done(job)
+
+
+class PostgresRestartTest(ClusterCase):
+    def test_a_restart_under_work_loses_no_job(self):
+        """Workers and producers go on after the server was stopped, politely
+        or not; each job is done, and the log says what happened."""
+        done, put = collections.Counter(), itertools.count()
+        queue = self.open(backoff=lambda n: 0, max_retries=50, lock_timeout=30.0)
+        queue.put(next(put))
+        worker = tq.Worker(
+            queue, lambda job: done.update([job.payload]), 0.05, handle_signals=False
+        )
+        ended, produced = threading.Event(), threading.Event()
+
+        def produce():
+            while not ended.is_set():
+                number = next(put)
+                queue.put(number, id=f"job-{number}", exist_ok=True)
+            produced.set()
+
+        def restart():
+            for how in (signal.SIGINT, signal.SIGQUIT, None):
+                more = len(done) + 20
+                eventually(lambda more=more: len(done) > more)
+                if how:
+                    self.cluster.stop(how)
+                    self.cluster.start()
+            ended.set()
+            produced.wait(PATIENCE)
+            eventually(lambda: queue.stats()[:4] == (0, 0, 0, 0))
+            worker.stop()
+
+        with self.assertLogs("tiny_queue", "WARNING"):
+            self.run_threads(produce, restart, worker.run_forever)
+        self.assertEqual(set(done), set(range(next(put))))
+
+
+class PostgresBellTest(Case):
+    def test_the_last_put_of_a_burst_is_told(self):
+        """However dense the puts, few tell; the last one never is forgotten."""
+        rings = []
+        ringer = types.SimpleNamespace(now=0)
+
+        class Engine:
+            def ring(self):
+                rings.append(ringer.now)
+
+        engine = Engine()
+        bell, told = tq._PgBell(engine.ring), 0
+        for ringer.now in range(200):
+            if bell.ask():
+                told += 1
+            else:
+                bell.owe()
+        eventually(lambda: rings and rings[-1] == 199)
+        self.assertLess(told + len(rings), 100)
+        eventually(lambda: bell._payer is None)
+
+    @unittest.skipIf(NO_POSTGRES, NO_POSTGRES)
+    def test_waiting_workers_hear_of_puts_at_once(self):
+        """Median under 5 ms on a machine that is not busy; a tenth of the poll
+        that stands behind it in any case."""
+        place = PostgresPlace(POSTGRES[0])
+        where = place.where(self.dir)
+        self.addCleanup(place.clean, where)
+        queue, taker, late = self.open(path=where), self.open(path=where), []
+        queue.put(0)
+        taker.task_done(taker.get())
+
+        def take():
+            for _ in range(15):
+                job = taker.get(timeout=PATIENCE)
+                late.append(time.monotonic() - job.payload)
+                taker.task_done(job)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        for n in range(15):
+            eventually(lambda n=n: waits(thread) and len(late) == n)
+            time.sleep(2 * tq._PG_QUIET)
+            queue.put(time.monotonic())
+        thread.join(PATIENCE)
+        self.assertLess(sorted(late)[7], 0.1)
+
+
+class PostgresJoinTest(Case):
+    def setUp(self):
+        super().setUp()
+        if NO_POSTGRES:
+            self.skipTest(NO_POSTGRES)
+        self.place = PostgresPlace(POSTGRES[0])
+        self.path = self.place.where(self.dir)
+        self.addCleanup(self.place.clean, self.path)
+        self.queue = self.open()
+        self.queue.put("first", id="a")
+
+    def test_a_connection_without_a_transaction_is_refused(self):
+        """In autocommit the put would commit alone; and a failed transaction
+        commits nothing."""
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            conn.autocommit = True
+            with self.assertRaisesRegex(ValueError, "no transaction is open"):
+                self.queue.put(1, connection=conn)
+            with conn.transaction():
+                self.queue.put(2, connection=conn)
+            with self.assertRaises(psycopg.Error), conn.transaction():
+                with contextlib.suppress(psycopg.Error):
+                    conn.execute("SELECT 1/0")
+                with self.assertRaisesRegex(ValueError, "INERROR"):
+                    self.queue.put(3, connection=conn)
+                conn.execute("SELECT 1")
+        self.assertDrains(self.queue, ["first", 2])
+
+    def test_rows_may_be_anything_on_it(self):
+        """Whatever row factory and adapters the application has set."""
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            conn.row_factory = psycopg.rows.dict_row
+            found = self.queue.put(1, id="a", exist_ok=True, connection=conn)
+            self.assertEqual(found.payload, "first")
+            self.queue.put_many([2, 3], connection=conn)
+            self.queue.task_done(self.queue.get(), connection=conn)
+            conn.commit()
+        self.assertDrains(self.queue, [2, 3])
+
+    def test_who_settles_in_an_open_transaction_holds_up_nobody(self):
+        """A lease that ends meanwhile is not taken over before the commit, and
+        others take and reap without waiting."""
+        job = self.queue.get(lease_timeout=0.001)
+        self.queue.put("next")
+        with self.place.connect(self.path) as conn:
+            self.queue.task_done(job, connection=conn)
+            start = time.monotonic()
+            self.assertEqual(self.queue.reap_stale(), 0)
+            self.assertEqual(self.queue.get().payload, "next")
+            self.assertLess(time.monotonic() - start, 5.0)
+        self.assertRaises(tq.JobNotFoundError, self.queue.find, "a")
+
+
+class PostgresOnceTest(ExactlyOnceTest):
+    """Killed at any message to or from the server, likewise."""
+
+    STRIDE, LEAST = 4, 8
+
+    def setUp(self):
+        if NO_POSTGRES:
+            self.skipTest(NO_POSTGRES)
+        self.place = PostgresPlace(POSTGRES[0])
+        super().setUp()
+
+    def watch(self, conn, step):
+        """Call step() around each exchange of either connection."""
+        poll, patience = tq._poll, tq._Patience(conn.fileno())
+        conn.wait = patience.wait
+        tq._poll = lambda *args: (step(), poll(*args), step())[1]
 
 
 # Command line

@@ -4603,6 +4603,96 @@ def _from_column(text: str) -> str:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+
+class _Database(_Engine):
+    """A queue in rows: `ready` and `delayed` are the two kinds of pending."""
+
+    can_join = True
+    can_compact = False
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        max_retries: int,
+        fsync: bool,
+        shared: bool,
+        lock_timeout: float,
+    ) -> None:
+        if not shared:
+            raise ValueError(
+                "cross_process_lock: a database locks by itself, so False is for"
+                " directories only"
+            )
+        self.path = self.source = url
+        self._name = name
+        self._max_retries = max_retries
+        self._fsync = fsync
+        self._lock_timeout = lock_timeout
+        self._closed = False
+
+    def _begin(self) -> None:
+        """What each process has for itself."""
+        self._pid = os.getpid()
+        self._prefix = os.urandom(8).hex() + "-"
+        self._serial = itertools.count(1)
+        self._looked = -math.inf
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosedError(
+                f"queue {self.path!r} is closed; make a new Queue", path=self.path
+            )
+
+    def _fresh(self) -> str:
+        """An id or token: unique by a random prefix of this process."""
+        return f"{self._prefix}{next(self._serial):x}"
+
+    def _retries(self, own: int | None) -> int:
+        return self._max_retries if own is None else own
+
+    def _new_job(self, new: _New, id: str, created_at: float, run_at: float) -> Job:
+        return Job(
+            id, new.payload, "pending", 0, new.priority, created_at, run_at,
+            max_retries=self._retries(new.max_retries),
+        )  # fmt: skip
+
+    def _shown(
+        self,
+        id: str,
+        state: str,
+        attempts: int,
+        priority: int,
+        created_at: float,
+        run_at: float,
+        leased_at: float | None,
+        lease_until: float | None,
+        last_error: str | None,
+        max_retries: int | None,
+        token: str | None,
+        payload: Any,
+        holder: object = None,
+    ) -> Job:
+        """A row as a job: without what its state does not have."""
+        pending, inflight = state in ("ready", "delayed"), state == "inflight"
+        return Job(
+            _from_column(id),
+            payload,
+            "pending" if pending else state,
+            attempts,
+            priority,
+            created_at,
+            run_at,
+            None if pending else leased_at,
+            lease_until if inflight else None,
+            None if last_error is None else _from_column(last_error),
+            self._retries(max_retries),
+            token if inflight else None,
+            holder,
+        )
+
+
 _ENGINE_OF: dict[str, Callable[..., _Engine]] = {}  # by URL scheme
 
 
@@ -4932,49 +5022,27 @@ class _LiteWatch(_Watch):
         return True
 
 
-class _LiteCore(_Engine):
+class _LiteCore(_Database):
     """One connection, its transactions, and what can go wrong with them."""
 
-    can_join = True
-    can_compact = False
-
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        *,
-        max_retries: int,
-        fsync: bool,
-        shared: bool,
-        lock_timeout: float,
-    ) -> None:
+    def __init__(self, url: str, name: str, **options: Any) -> None:
         from urllib.parse import quote
 
-        if not shared:
-            raise ValueError(
-                "cross_process_lock: a database locks by itself, so False is for"
-                " directories only"
-            )
+        super().__init__(url, name, **options)
         self._file = _lite_file(url)
         self.path = self.source = f"sqlite:///{quote(self._file)}"
         self._driver = _lite_driver()
-        self._name = name
-        self._max_retries = max_retries
-        self._fsync = fsync
-        self._lock = _LiteLock(f"{self._file}-tiny_queue.lock", lock_timeout, True)
-        self._closed = False
+        lock = f"{self._file}-tiny_queue.lock"
+        self._lock = _LiteLock(lock, self._lock_timeout, True)
         self._db: Any = None
         self._reset()
         _LITE_ENGINES.add(self)
 
     def _reset(self) -> None:
         """Forget all that a process may not share with its parent."""
-        self._pid = os.getpid()
-        self._prefix = os.urandom(8).hex() + "-"
-        self._serial = itertools.count(1)
+        self._begin()
         self._holder: _Holder | None = None
         self._idle = True  # the last lease found nothing
-        self._looked = -math.inf
         self._lapses_left: collections.deque[_Lease] = collections.deque()
         self._watch = _LiteWatch(self._version)
         if self._db is not None:
@@ -5354,7 +5422,7 @@ class _LiteLeases(_LiteCore):
                 job = self._view(row)
                 return [job] if exist_ok else self._duplicate(job)
         now = time.time()
-        jobs = [self._new_job(item, now) for item in new]
+        jobs = [self._job_of(item, now) for item in new]
         rows = [self._new_row(item, job) for item, job in zip(new, jobs)]
         db.executemany(_LITE_INSERT, rows)
         return jobs
@@ -5372,7 +5440,7 @@ class _LiteLeases(_LiteCore):
             item.text,
         )
 
-    def _new_job(self, item: _New, now: float) -> Job:
+    def _job_of(self, item: _New, now: float) -> Job:
         run_at = 0.0
         if item.at is not None:
             run_at = item.at if item.at > now else 0.0
@@ -5381,40 +5449,19 @@ class _LiteLeases(_LiteCore):
         retries = item.max_retries
         if retries is None:
             retries = self._max_retries
-        return Job(
-            self._fresh() if item.id is None else item.id,
-            item.payload, "pending", 0, item.priority, now, run_at,
-            max_retries=retries,
-        )  # fmt: skip
-
-    def _fresh(self) -> str:
-        """An id or token: unique by a random prefix of this process."""
-        return f"{self._prefix}{next(self._serial):x}"
-
-    def _retries(self, own: int | None) -> int:
-        return self._max_retries if own is None else own
+        id = self._fresh() if item.id is None else item.id
+        return self._new_job(item, id, now, run_at)
 
     def _row(self, db: Any, id: str) -> _LiteRow | None:
         row = db.execute(_LITE_FIND, (self._name, _to_column(id))).fetchone()
         return None if row is None else _LiteRow._make(row)
 
     def _view(self, row: _LiteRow) -> Job:
-        state = "pending" if row.state in ("ready", "delayed") else row.state
-        inflight = state == "inflight"
-        return Job(
-            _from_column(row.id),
+        return self._shown(
+            row.id, row.state, row.attempts, row.priority, row.created_at, row.run_at,
+            row.leased_at, row.lease_until, row.last_error, row.max_retries, row.token,
             _lite_payload(row.payload),
-            state,
-            row.attempts,
-            row.priority,
-            row.created_at,
-            row.run_at,
-            None if state == "pending" else row.leased_at,
-            row.lease_until if inflight else None,
-            None if row.last_error is None else _from_column(row.last_error),
-            self._retries(row.max_retries),
-            row.token if inflight else None,
-        )
+        )  # fmt: skip
 
     # Lease
 
@@ -5991,10 +6038,12 @@ _PG_BATCH = 10_000  # jobs removed or replayed by one statement
 _PG_FRONT = 2**62  # taken off the place of a job that goes to the front
 
 _PG_MAKE = """
--- Instants are epoch seconds; text that no database takes is kept as JSON.
+-- Instants are epoch seconds; text that no database takes is kept as JSON.  The
+-- first rev is a random one, so that an id put again has another.
 CREATE SEQUENCE HOME.tiny_queue_place;
 CREATE TABLE HOME.tiny_queue_job (
     place bigint NOT NULL DEFAULT nextval('HOME.tiny_queue_place'),
+    rev bigint NOT NULL DEFAULT (random() * 1e12),
     created_at double precision NOT NULL,
     run_at double precision NOT NULL,
     leased_at double precision,
@@ -6004,7 +6053,6 @@ CREATE TABLE HOME.tiny_queue_job (
     attempts bigint NOT NULL DEFAULT 0,
     max_retries bigint,
     priority integer NOT NULL,
-    rev integer NOT NULL DEFAULT 1,
     lapses integer NOT NULL DEFAULT 0,
     state text COLLATE "C" NOT NULL,
     queue text COLLATE "C" NOT NULL,
@@ -6623,6 +6671,10 @@ class _Patience:
 _PG_INHERITED: list[Any] = []  # a parent's connections: never closed, never freed
 
 
+class _UnreachableError(Exception):
+    """No connection came about; its cause says why."""
+
+
 class _PgLink:
     """A connection of ours, in autocommit."""
 
@@ -6655,8 +6707,9 @@ class _PgLink:
     def abandon(self) -> None:
         """In a child: let go of the descriptor only.  The parent's session goes
         on, and must end when the parent does."""
+        if not self.connection.closed:
+            os.close(self.patience.fd)
         _PG_INHERITED.append(self.connection)
-        os.close(self.patience.fd)
 
 
 class _PgPool:
@@ -6788,7 +6841,7 @@ class _PgBell:
         self._engine_ring = weakref.WeakMethod(ring)
         self._lock = threading.Lock()
         self._told = -math.inf
-        self._owing = False
+        self.owing = False
         self._payer: threading.Thread | None = None
 
     def ask(self) -> bool:
@@ -6798,13 +6851,13 @@ class _PgBell:
             if now - self._told < _PG_QUIET:
                 return False
             self._told = now
-            self._owing = False
+            self.owing = False
             return True
 
     def owe(self) -> None:
         """A change that did not tell was committed."""
         with self._lock:
-            self._owing = True
+            self.owing = True
             if self._payer is None:
                 self._payer = threading.Thread(target=self._pay, daemon=True)
                 self._payer.start()
@@ -6815,20 +6868,20 @@ class _PgBell:
         while idle < 20:
             time.sleep(_PG_QUIET)
             idle += 1
-            if self._owing:
+            if self.owing:
                 with self._lock:
-                    self._owing, self._told = False, time.monotonic()
+                    self.owing, self._told = False, time.monotonic()
                 self._ring()
                 idle = 0
         with self._lock:
             self._payer = None
-            owing = self._owing
+            owing = self.owing
         if owing:
             self.owe()
 
     def settle_up(self) -> None:
-        if self._owing:
-            self._owing = False
+        if self.owing:
+            self.owing = False
             self._ring()
 
     def _ring(self) -> None:
@@ -6837,41 +6890,21 @@ class _PgBell:
             ring()
 
 
-class _PgCore(_Engine):
+class _PgCore(_Database):
     """Connections to one server, and what becomes of its errors."""
 
-    can_join = True
-    can_compact = False
     steady_leases = False  # the server's wall clock is the only one that all see
 
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        *,
-        max_retries: int,
-        fsync: bool,
-        shared: bool,
-        lock_timeout: float,
-    ) -> None:
-        if not shared:
-            raise ValueError(
-                "cross_process_lock: a database is shared; only a directory can do"
-                " without the lock"
-            )
-        self.source = url
+    def __init__(self, url: str, name: str, **options: Any) -> None:
+        super().__init__(url, name, **options)
         self.path = _masked(url)
         self._driver = _psycopg()
         self._secrets: set[str] = set()
-        options, self._conninfo = self._read_url(url)
-        self._name = name
-        self._max_retries = max_retries
-        self._fsync = fsync
-        self._lock_timeout = lock_timeout
-        self._schema = options["schema"]
-        self._notify = options["notify"]
-        self._size = options["pool"]
-        self._keepalive = options["keepalive"]
+        found, self._conninfo = self._read_url(url)
+        self._schema: str = found["schema"]
+        self._notify: bool = found["notify"]
+        self._size: int = found["pool"]
+        self._keepalive: int = found["keepalive"]
         place = crc32(f"{self._schema} {name}".encode())
         self._channel = f"tiny_queue_{place:08x}"  # a clash costs idle looks only
         self._family = crc32(f"tiny_queue {self._schema}".encode()) & 0x7FFFFFFF
@@ -6880,7 +6913,6 @@ class _PgCore(_Engine):
             "TELL": _PG_TELL, "LAZY": _PG_LAZY, "PARCEL": _PG_PARCEL,
         }  # fmt: skip
         self._texts: dict[str, str] = {}
-        self._closed = False
         self._reset()
         _ENGINES.add(self)
 
@@ -6889,12 +6921,9 @@ class _PgCore(_Engine):
 
     def _reset(self) -> None:
         """Forget all that a process may not share with its parent."""
-        self._pid = os.getpid()
-        self._prefix = os.urandom(8).hex() + "-"
-        self._numbers = itertools.count(1)
+        self._begin()
         self._made = False  # whether the tables were found
         self._registered = False  # and the queue's name is there
-        self._looked = -math.inf
         self._session: _PgSession | None = None
         self._session_lock = threading.Lock()
         self._pool = _PgPool(self._size)
@@ -6963,18 +6992,24 @@ class _PgCore(_Engine):
             "tcp_user_timeout": milliseconds,
             **self._conninfo,
         }
-        connection = self._driver.connect(
-            autocommit=True, prepare_threshold=5 if self._notify else None, **conninfo
-        )
-        link = _PgLink(connection)
-        link.patience.deadline = time.monotonic() + lasting
+        link = None
         try:
+            threshold = 5 if self._notify else None  # a pooler mixes sessions up
+            link = _PgLink(
+                self._driver.connect(
+                    autocommit=True, prepare_threshold=threshold, **conninfo
+                )
+            )
+            link.patience.deadline = time.monotonic() + lasting
             if self._notify:
                 self._set_up(link, milliseconds)
-        except BaseException:
-            link.close()
+            return link
+        except BaseException as exc:
+            if link is not None:
+                link.close()
+            if isinstance(exc, (self._driver.Error, OSError)):
+                raise _UnreachableError from exc
             raise
-        return link
 
     def _set_up(self, link: _PgLink, milliseconds: int) -> None:
         # Each statement is a few steps in an index.  The planner must not think
@@ -7026,7 +7061,7 @@ class _PgCore(_Engine):
                     return nothing
                 sent = True
                 return body(link, doubt, *args)
-            except (self._driver.Error, OSError) as exc:
+            except (self._driver.Error, OSError, _UnreachableError) as exc:
                 error, retried, lost = self._judge(exc, link)
                 doubt = doubt or (sent and lost)
                 late = time.monotonic() + pause >= deadline
@@ -7038,12 +7073,6 @@ class _PgCore(_Engine):
                     self._pool.give_back(link)
             time.sleep(pause)
             pause = min(pause * 2, 1.0)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise QueueClosedError(
-                f"queue {self.path!r} is closed; make a new Queue", path=self.path
-            )
 
     def _lend(self, deadline: float) -> _PgLink:
         self._check_open()
@@ -7064,6 +7093,8 @@ class _PgCore(_Engine):
     ) -> tuple[QueueError, bool, bool]:
         """Our error for the driver's; whether another try may help; whether
         nobody can tell if the statement was carried out."""
+        unreachable = isinstance(exc, _UnreachableError)
+        exc = cast(Exception, exc.__cause__) if unreachable else exc
         code = getattr(exc, "sqlstate", None)
         text = self._clean(str(exc))
         kind, advice = _PG_ADVICE.get(code or "", (QueueError, "nothing was changed"))
@@ -7077,7 +7108,7 @@ class _PgCore(_Engine):
         if code == "53100":
             data["errno"] = errno.ENOSPC
         error = kind(f"queue {self.path!r}: {text}; {advice}", **data)
-        if link is None:
+        if unreachable or link is None:
             return error, not _PG_FINAL.search(text), False
         if code in _PG_RETRIED:
             return error, True, False
@@ -7258,45 +7289,24 @@ class _PgLeases(_PgCore):
             ),
         )
 
-    def _fresh(self) -> str:
-        """An id or token: unique by a random prefix of this process."""
-        return f"{self._prefix}{next(self._numbers):x}"
-
     def _view(self, row: Sequence[Any], holder: object = None) -> Job:
-        (
-            id, state, attempts, priority, created_at, run_at, leased_at, lease_until,
-            error, retries, token, payload,
-        ) = row  # fmt: skip
-        inflight = state == "inflight"
-        pending = state in ("ready", "delayed")
-        return Job(
-            _from_column(id),
-            json.loads(payload),
-            "pending" if pending else state,
-            attempts,
-            priority,
-            created_at,
-            run_at,
-            None if pending else leased_at,
-            lease_until if inflight else None,
-            None if error is None else _from_column(error),
-            self._max_retries if retries is None else retries,
-            token if inflight else None,
-            holder,
-        )
+        shown: Callable[..., Job] = self._shown
+        return shown(*row[:-1], json.loads(row[-1]), holder)
 
     def _telling(self, soon: bool, body: Callable[[bool], Any]) -> Any:
         """Run what may make a job due soon, and tell the waiting, or owe it."""
         if not (soon and self._notify):
             return body(False)
-        tell, done = self._bell.ask(), False
+        owed, tell = self._bell.owing, self._bell.ask()
         try:
             result = body(tell)
-            done = tell
-            return result
-        finally:
-            if not done:
+        except BaseException:
+            if tell and owed:
                 self._bell.owe()
+            raise
+        if not tell:
+            self._bell.owe()
+        return result
 
     def _ring(self) -> None:
         try:
@@ -7352,13 +7362,6 @@ class _PgLeases(_PgCore):
             if found:
                 raise self._duplicate(self._view(found[0]))
         raise QueueError(f"queue {self.path!r}: job {id!r} comes and goes; try again")
-
-    def _new_job(self, new: _New, id: str, created_at: float, run_at: float) -> Job:
-        retries = self._max_retries if new.max_retries is None else new.max_retries
-        return Job(
-            id, new.payload, "pending", 0, new.priority, created_at, run_at,
-            max_retries=retries,
-        )  # fmt: skip
 
     def _put_many(
         self, link: Any, doubt: bool, tell: bool, new: Sequence[_New], ids: list[str]
@@ -7477,7 +7480,7 @@ class _PgLeases(_PgCore):
             if moved_from is not None:
                 moved = True
                 continue
-            retries = self._max_retries if retries is None else retries
+            retries = self._retries(retries)
             reason = f"{why} (delivery {attempts} of {retries + 1})"
             lapse = _Lapse(_from_column(id), rev, attempts, retries, lapses, reason)
             over.append((lapse, priority))
@@ -7520,8 +7523,8 @@ class _PgLeases(_PgCore):
         """On a connection of its own: the one lent goes back to the pool."""
         return cast(
             _PgSession,
-            self._run(lambda *_: self._open_session(), again=True, nothing=None)
-            or self._open_session(),
+            self._run(lambda *_: self._open_session(), again=True)
+            or self._open_session(),  # there are no tables yet
         )
 
     def _open_session(self) -> _PgSession:
@@ -7564,7 +7567,7 @@ class _PgLeases(_PgCore):
         with session.lock:
             try:
                 return self._listen_on(session, seconds)
-            except (self._driver.Error, OSError):
+            except (self._driver.Error, OSError, QueueError):
                 session.gone = True  # the next lease says so and opens another
                 return True
             finally:
