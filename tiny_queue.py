@@ -46,6 +46,7 @@ import collections
 import errno
 import functools
 import heapq
+import itertools
 import json
 import math
 import os
@@ -56,6 +57,7 @@ import struct
 import sys
 import threading
 import time
+import types
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -128,6 +130,7 @@ class QueueError(Exception):
     id: str | None = None
     path: str | None = None
     errno: int | None = None
+    outcome_unknown: bool = False  # a database's commit whose answer was lost
 
     def __init__(self, message: str, **data: Any) -> None:
         super().__init__(message)
@@ -267,11 +270,7 @@ class Job(_JobFields):
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Job:
-        # Filled before it becomes a Job: a quarter of the time that thirteen
-        # calls of object.__setattr__ take, in each put and get.
-        job = _JobFields(*args, **kwargs)
-        job.__class__ = cls
-        return cast(Job, job)
+        return _job(_JobFields(*args, **kwargs))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass  # __new__ did it
@@ -299,6 +298,14 @@ class Job(_JobFields):
     def __repr__(self) -> str:
         # No payload: a Job ends up in logs, and payloads must not.
         return f"<Job {self.id!r} {self.state}, attempts={self.attempts}>"
+
+
+def _job(fields: _JobFields) -> Job:
+    """Make a Job of its fields: filled before it is immutable, it takes a
+    quarter of the time of thirteen calls of object.__setattr__, and made here
+    half the time of a call of Job."""
+    fields.__class__ = Job
+    return fields  # type: ignore[return-value]
 
 
 class Stats(NamedTuple):
@@ -352,14 +359,14 @@ def _exponential(
 
 
 class Queue:
-    """A durable queue of JSON payloads in a directory.
+    """A durable queue of JSON payloads in a directory or a database.
 
     One object may be used by many threads and survives fork; any number of
     objects and processes may use one directory.  Pickles to its arguments.
 
     path           a directory (str or PathLike), made when first written to,
-                   mode 0700
-    name           of the queue in that directory: [A-Za-z0-9_-], 1 to 64
+                   mode 0700; or the URL of a database, "scheme://..."
+    name           of the queue in that place: [A-Za-z0-9_-], 1 to 64
     max_retries    failed deliveries after the first before a job is dead, for
                    jobs that were put without a number of their own
     backoff        attempt (1, 2, ...) -> seconds until the next delivery
@@ -420,6 +427,7 @@ class Queue:
         exist_ok: bool = False,
         priority: int = 0,
         max_retries: int | None = None,
+        connection: Any = None,
     ) -> Job:
         """Add one job; it is on disk, synced, when this returns.
 
@@ -429,7 +437,11 @@ class Queue:
         with `exist_ok` returns the job that is there.  Bad arguments raise
         TypeError or ValueError with nothing written; a full disk raises
         QueueError with nothing kept.
+
+        With `connection`, the caller's own to the queue's database, the job
+        is part of its open transaction: there when that commits.
         """
+        _joins(self._engine, connection)
         new = _New(
             None if id is None else _job_id(id),
             payload,
@@ -438,7 +450,7 @@ class Queue:
             *_due(delay, at),
             None if max_retries is None else _retries(max_retries),
         )
-        return self._engine.insert([new], exist_ok)[0]
+        return self._engine.insert([new], exist_ok, connection)[0]
 
     def put_many(
         self,
@@ -447,31 +459,22 @@ class Queue:
         ids: Iterable[str] | None = None,
         delay: float = 0,
         priority: int = 0,
+        connection: Any = None,
     ) -> list[Job]:
         """Add many jobs with one write and one sync: all or none of them.
 
         `ids` gives each its id; one that is alive raises DuplicateJobError
         and adds nothing.  An empty iterable returns [] and writes nothing.
+        `connection` is put()'s.
         """
-        if isinstance(payloads, (str, bytes, dict)):
-            raise TypeError(
-                f"payloads: a list is needed, not a {type(payloads).__name__}"
-            )
-        if isinstance(ids, (str, bytes)):
-            raise TypeError(f"ids: a list is needed, not a {type(ids).__name__}")
+        _joins(self._engine, connection)
         priority = _integer("priority", priority, -_MAX_PRIORITY - 1, _MAX_PRIORITY)
         seconds, _ = _due(delay, None)
-        items = list(payloads)
-        names = [None] * len(items) if ids is None else [_job_id(id) for id in ids]
-        if len(names) != len(items):
-            raise ValueError(f"ids: {len(names)} for {len(items)} payloads")
-        if ids is not None and len({_quote(id or "") for id in names}) != len(names):
-            raise ValueError("ids: the same id twice in one put_many")
         new = [
             _New(id, item, _encode(item), priority, seconds, None, None)
-            for id, item in zip(names, items)
+            for id, item in _with_ids(payloads, ids)
         ]
-        return self._engine.insert(new, False) if new else []
+        return self._engine.insert(new, False, connection) if new else []
 
     def get(
         self, timeout: float | None = 0.0, *, lease_timeout: float | None = None
@@ -486,8 +489,7 @@ class Queue:
         return jobs[0] if jobs else None
 
     def _get_detached(self, timeout: float, lease_timeout: float | None) -> Job | None:
-        """A job for a process that ends before the job does (a shell script's
-        `get`): no holder, so only time ends its lease."""
+        """A job for a process that ends before it (a shell script's `get`)."""
         jobs = self._get(1, timeout, lease_timeout, held=False)
         return jobs[0] if jobs else None
 
@@ -508,8 +510,9 @@ class Queue:
         deadline = math.inf
         if timeout is not None:
             deadline = time.monotonic() + _number("timeout", timeout, 0, math.inf)
+        seen: object = None
         while True:
-            jobs, lapses, seen = self._engine.lease(n, seconds, held)
+            jobs, lapses, seen = self._engine.lease(n, seconds, held, seen is not None)
             if jobs:
                 self._give_back_quietly(lapses)
                 return jobs
@@ -528,6 +531,7 @@ class Queue:
         error: object = None,
         *,
         delay: float | None = None,
+        connection: Any = None,
     ) -> None:
         """Settle a leased job; durable when this returns.
 
@@ -535,17 +539,25 @@ class Queue:
         it pending again after the backoff (or `delay` seconds), or dead when
         its retries are spent.  Raises LeaseLostError, with nothing changed,
         if the lease is no longer the valid one.
+
+        With `connection`, the caller's own to the queue's database, this is
+        part of its open transaction: what the handler wrote there and the
+        settlement commit together or not at all.
         """
         _leased(job)
+        _joins(self._engine, connection)
+        settle = self._engine.settle
         if success:
             if error is not None or delay is not None:
                 raise ValueError("error, delay: only a failure takes them")
-            self._engine.settle(job, "done")
-        elif job.attempts > job.max_retries:
-            self._engine.settle(job, "dead", error=_error_text(error))
+            settle(job, "done", connection=connection)
+            return
+        text = _error_text(error)
+        if job.attempts > job.max_retries:
+            settle(job, "dead", error=text, connection=connection)
         else:
             seconds = self._delay(job.attempts) if delay is None else _delay(delay)
-            self._engine.settle(job, "pending", seconds, _error_text(error))
+            settle(job, "pending", seconds, text, connection=connection)
 
     def bury(self, job: Job, error: object) -> None:
         """Make a leased job dead now, whatever retries it has left."""
@@ -654,7 +666,10 @@ class Queue:
         return self._engine.purge(_state(state), age)
 
     def compact(self) -> None:
-        """Rewrite the files without what is superseded."""
+        """Rewrite the files without what is superseded.
+
+        A database does that by itself: there this raises QueueError.
+        """
         self._engine.compact()
 
     def verify(self) -> list[Damage]:
@@ -679,7 +694,7 @@ class Queue:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_queue, (self.path, self.name, self._options)
+        return _make_queue, (self._engine.source, self.name, self._options)
 
     def __repr__(self) -> str:
         return f"Queue({self.path!r}, {self.name!r})"
@@ -687,7 +702,7 @@ class Queue:
     def _delay(self, attempt: int) -> float:
         """Ask the user's backoff; a bad answer must not cost the job."""
         try:
-            return min(_number("backoff", self.backoff(attempt), 0, math.inf), 1e9)
+            return _number("backoff", self.backoff(attempt), 0, _MAX_SECONDS)
         except Exception:
             _log().exception(
                 "backoff failed for attempt %d; the default is used", attempt
@@ -768,6 +783,32 @@ def _due(delay: float, at: float | None) -> tuple[float, float | None]:
     return 0.0, _number("at", at, 0, _MAX_SECONDS)
 
 
+def _with_ids(
+    payloads: Iterable[Any], ids: Iterable[str] | None
+) -> list[tuple[str | None, Any]]:
+    if isinstance(payloads, (str, bytes, dict)):
+        raise TypeError(f"payloads: a list is needed, not a {type(payloads).__name__}")
+    items = list(payloads)
+    if ids is None:
+        return [(None, item) for item in items]
+    if isinstance(ids, (str, bytes)):
+        raise TypeError(f"ids: a list is needed, not a {type(ids).__name__}")
+    names = [_job_id(id) for id in ids]
+    if len(names) != len(items):
+        raise ValueError(f"ids: {len(names)} for {len(items)} payloads")
+    if len({_quote(id) for id in names}) != len(names):
+        raise ValueError("ids: the same id twice in one put_many")
+    return list(zip(names, items))
+
+
+def _joins(engine: _Engine, connection: Any) -> None:
+    if connection is not None and not engine.can_join:
+        raise ValueError(
+            f"connection: queue {engine.path!r} is in a directory, which cannot be"
+            " part of a transaction; use a queue in that database"
+        )
+
+
 def _state(state: str) -> str:
     if not isinstance(state, str):
         raise TypeError(f"state: must be str, not {type(state).__name__}")
@@ -832,7 +873,7 @@ _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
 
 def _shallow(text: str, limit: int = _MAX_DEPTH) -> bool:
     """Whether JSON text nests at most so many levels."""
-    if text.count("[") + text.count("{") <= limit:
+    if len(text) <= limit or text.count("[") + text.count("{") <= limit:
         return True
     depth = 0
     for match in _BRACKETS.finditer(text):
@@ -875,7 +916,8 @@ class Worker:
     handler(job) returns: the job is done.  It raises: an Exception fails it
     with "Type: message" (retried, or dead); Retry, Snooze and Fail say what
     they say; SystemExit and KeyboardInterrupt give the job back uncounted and
-    stop the worker.  An `async def` handler runs on one event loop for all.
+    stop the worker.  An `async def` handler runs on one event loop for all; one
+    that yields fails its jobs, for its call runs nothing.
 
     poll_interval    most seconds between two looks at the queue; puts wake an
                      idle worker at once
@@ -1117,6 +1159,7 @@ class Worker:
             result = self.handler(job)
             if hasattr(result, "__await__"):
                 self._await(result)
+            _check_it_ran(result)
             return "done", queue.task_done
         except Retry as exc:
             delay = None if exc.delay is None else _delay(exc.delay)
@@ -1215,6 +1258,14 @@ class Worker:
                 loop.close()
 
 
+def _check_it_ran(result: object) -> None:
+    """Refuse what calling a function with a yield in it returns."""
+    if isinstance(result, (types.GeneratorType, types.AsyncGeneratorType)):
+        raise TypeError(
+            "handler: its call returned a generator and ran nothing; it must not yield"
+        )
+
+
 def _traceback(exc: BaseException) -> str:
     """Where it was raised, without its message, which may be huge."""
     import traceback
@@ -1258,6 +1309,28 @@ class _Leased(NamedTuple):
     seen: object
 
 
+class _Parcel(NamedTuple):
+    """A job on its way from one queue to another."""
+
+    id: str
+    text: str  # the payload as JSON
+    state: str  # pending or dead
+    attempts: int
+    priority: int
+    created_at: float
+    run_at: float
+    leased_at: float | None  # of its last delivery
+    last_error: str | None
+    max_retries: int | None
+    lapses: int
+    token: str  # under which both sides hold it
+
+
+def _moved_state(token: str) -> str:
+    """The state that a job was in when it was held under this token."""
+    return "dead" if token.endswith("-dead") else "pending"
+
+
 class _Engine:
     """What Queue asks of storage.
 
@@ -1268,15 +1341,28 @@ class _Engine:
     holder's job by itself only the first time and with retries left.
     """
 
-    path: str
+    source: str  # what opens it again
+    path: str  # the same for people: without a password
+    can_join = False  # insert and settle inside the caller's transaction
+    can_compact = True
+    steady_leases = True  # a jump of the wall clock ends no living holder's lease
 
-    def insert(self, new: Sequence[_New], exist_ok: bool) -> list[Job]:
-        """Add all or none; a live id raises or, with exist_ok, is returned."""
+    def insert(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
+        """Add all or none; a live id raises or, with exist_ok, is returned.
+
+        With a connection it is part of the open transaction there.
+        """
         raise NotImplementedError
 
-    def lease(self, n: int, seconds: float, held: bool) -> _Leased:
+    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
         """Lease up to n due jobs; without `held` the lease outlives this
-        process and ends only by time."""
+        process and ends only by time.
+
+        With nothing due it asks whose holder is dead, `again` (in the same
+        get) at most once a second.
+        """
         raise NotImplementedError
 
     def settle(
@@ -1286,8 +1372,12 @@ class _Engine:
         delay: float = 0.0,
         error: str | None = None,
         counted: bool = True,
+        connection: Any = None,
     ) -> None:
-        """End a lease: done, pending (after delay) or dead; fenced by token."""
+        """End a lease: done, pending (after delay) or dead; fenced by token.
+
+        With a connection it is part of the open transaction there.
+        """
         raise NotImplementedError
 
     def extend(self, job: Job, seconds: float) -> Job:
@@ -1324,6 +1414,11 @@ class _Engine:
     def counts(self) -> Stats:
         raise NotImplementedError
 
+    def names(self) -> list[str] | None:
+        """Queues in the same place, this one too if it was ever written to;
+        None if there is no such place.  Creates nothing."""
+        raise NotImplementedError
+
     def wait(self, seen: object, seconds: float) -> None:
         """Return when a job may have become due since a lease saw none, at
         the latest after seconds."""
@@ -1338,18 +1433,82 @@ class _Engine:
     def close(self) -> None:
         raise NotImplementedError
 
+    # Moving to another queue: held here, adopted there, dropped here, let go
+    # there.  Whoever dies in between leaves each job leased on at least one side
+    # and deliverable on none; the token, the same on both, tells which it is.
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        """Lease up to n pending (due or not) or dead jobs for a move.
+
+        No holder, uncounted, for so many seconds, under new tokens: prefix,
+        something unique, "-" and the state.  The parcels say what they were.
+        """
+        raise NotImplementedError
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        """The jobs inflight under tokens that start so."""
+        raise NotImplementedError
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        """Insert jobs, all or none, inflight as hold() leaves them; an id that
+        is alive raises DuplicateJobError."""
+        raise NotImplementedError
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        """Remove held jobs; return the ids of those whose token was no longer
+        valid, which are left alone."""
+        raise NotImplementedError
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        """Make held jobs what their parcels say; one whose token is no longer
+        valid is left alone."""
+        raise NotImplementedError
+
+    # What every engine answers with
+
+    def _duplicate(self, job: Job) -> DuplicateJobError:
+        advice = "use another id or exist_ok, or wait for it to finish"
+        if job.state == "dead":
+            advice = "requeue it, or cancel it to free its id"
+        return DuplicateJobError(
+            f"job {job.id!r} is already {job.state} in {self.path!r}; {advice}",
+            id=job.id,
+            state=job.state,
+        )
+
+    def _unknown(self, id: str, states: str) -> JobNotFoundError:
+        return JobNotFoundError(
+            f"job {id!r} is not {states} in queue {self.path!r}; jobs() lists what is",
+            id=id,
+        )
+
+    def _lost(self, job: Job) -> LeaseLostError:
+        return LeaseLostError(
+            f"job {job.id!r} is no longer leased to token {job.token!r} in"
+            f" {self.path!r}: the lease ran out, was reaped or cancelled, or the job"
+            " is settled; drop this delivery's result or make it idempotent",
+            id=job.id,
+            token=job.token,
+        )
+
 
 def _open_engine(path: StrPath, name: str, **options: Any) -> _Engine:
     """Choose the engine: by URL scheme, or files for anything without one."""
     where = os.fspath(path)
     if not isinstance(where, str):
         raise TypeError(f"path: must be str or PathLike, not {type(where).__name__}")
-    if "://" in where:
-        scheme = where.split("://")[0]
-        raise ValueError(f"path: no engine for {scheme!r} URLs; give a directory")
     if not where or "\0" in where:
         raise ValueError(f"path: {where!r} is not a directory name")
-    return _FileEngine(os.path.abspath(where), name, **options)
+    if "://" not in where:
+        return _FileEngine(os.path.abspath(where), name, **options)
+    scheme = where.split("://")[0]
+    engine = _ENGINE_OF.get(scheme)
+    if engine is None:
+        known = ", ".join(f"{scheme}://" for scheme in _ENGINE_OF)
+        raise ValueError(
+            f"path: no engine for {scheme!r} URLs; give a directory or {known}"
+        )
+    return engine(where, name, **options)
 
 
 # File engine
@@ -1361,8 +1520,13 @@ _PENDING, _DELAYED, _INFLIGHT, _DEAD, _DONE = 0, 1, 2, 4, 6
 _FILE_OF = (0, 0, 1, 1, 2, 2, 1)  # state -> file: pending, inflight, dead
 _STATE_OF = (_PENDING, _INFLIGHT, _DEAD)  # and back
 _NAME_OF = ("pending", "inflight", "dead")  # of a file, and of its jobs' state
+_OWN_FILE = re.compile(
+    r"([A-Za-z0-9_-]{1,64})\.(?:lock|damaged|(?:pending|inflight|dead)\.jsonl)\Z"
+)
 _MAX_REV = 2**28
 _READ_AHEAD = _MIB  # more than this is read outside the flock
+_RUSH = 5e-3  # seconds: puts that come faster than that are a rush
+_DOZE = 3e-3
 _IDLE_SLACK = 64 * 1024  # superseded bytes that an idle get leaves behind
 
 
@@ -1379,7 +1543,7 @@ class _FileCore(_Engine):
         shared: bool,
         lock_timeout: float,
     ) -> None:
-        self.path = path
+        self.path = self.source = path
         self._max_retries = max_retries
         shared = shared and os.environ.get("TINY_QUEUE_NO_FLOCK", "") in ("", "0")
         lock = os.path.join(path, f"{name}.lock")
@@ -1397,6 +1561,7 @@ class _FileCore(_Engine):
         self._holder: _Holder | None = None
         self._index = _Index()
         self._looked = -math.inf
+        self._lost_races = 0, -math.inf
         self._turns = _Turns()
         self._lapses_left: collections.deque[_Lease] = collections.deque()
         self._watch = _Watch()
@@ -1717,7 +1882,7 @@ class _Turn:
         self.jobs: list[Job] = []
         self.ticket: _Ticket | None = None
         self.error: LockTimeoutError | None = None
-        self.leads = False
+        self.leads = self.left = False
         self.gate: threading.Lock | None = None
         self.batch: list[_Turn] = []  # those that it leads
         self.gates: list[threading.Lock] = []  # theirs, while it wakes them
@@ -1734,6 +1899,7 @@ class _Turns:
     def enter(self, turn: _Turn) -> bool:
         """True: lead.  Else a leader has worked for this turn, or failed."""
         with self._lock:
+            turn.left = False
             self._waiting.append(turn)
             # A signal handler's put must not wait for its own thread.
             if self._leader is None or self._leader.thread == turn.thread:
@@ -1752,6 +1918,8 @@ class _Turns:
 
     def leave(self, turn: _Turn) -> None:
         """End a turn, however it went; a leader hands on and wakes its batch."""
+        if turn.left:
+            return
         with self._lock:
             if turn in self._waiting:
                 self._waiting.remove(turn)
@@ -1766,6 +1934,7 @@ class _Turns:
             turn.batch = []
         while turn.gates:  # last in, first out: the next leader first
             turn.gates.pop().release()
+        turn.left = True
 
 
 class _FileLeases(_FileCore):
@@ -1773,7 +1942,9 @@ class _FileLeases(_FileCore):
 
     # Insert
 
-    def insert(self, new: Sequence[_New], exist_ok: bool) -> list[Job]:
+    def insert(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
         if len(new) == 1 and new[0].id is None and self._store.fsync:
             return self._insert_together(new[0])
         if all([item.id is None for item in new]):
@@ -1826,6 +1997,7 @@ class _FileLeases(_FileCore):
         index, data = self._index, self._store.files[0]
         if self._store.look(data) or index.dirty:
             index.discard()
+            index.dirty = False
         jobs, changes = self._new_jobs(new, [1] * len(new), many)
         return jobs, self._append(data, changes, durable=True)
 
@@ -1846,21 +2018,12 @@ class _FileLeases(_FileCore):
         jobs, changes = self._new_jobs(new, revs)
         return jobs, self._append(store.files[0], changes, durable=True)
 
-    def _duplicate(self, job: Job) -> DuplicateJobError:
-        advice = "use another id or exist_ok, or wait for it to finish"
-        if job.state == "dead":
-            advice = "requeue it, or cancel it to free its id"
-        return DuplicateJobError(
-            f"job {job.id!r} is already {job.state} in {self.path!r}; {advice}",
-            id=job.id,
-            state=job.state,
-        )
-
     def _new_jobs(
         self, new: Sequence[_New], revs: Sequence[int], many: bool = True
     ) -> tuple[list[Job], list[_Change]]:
         """Jobs and their lines; with `many` they are all or nothing."""
         now = time.time()
+        created = f'"created_at":{now},'  # once: a float's repr takes 1 us
         jobs, changes = [], []
         last = len(new) - 1 if many else 0
         for i, (item, rev) in enumerate(zip(new, revs)):
@@ -1877,7 +2040,7 @@ class _FileLeases(_FileCore):
             key = _quote(id)
             line = _sealed(
                 f'{{"id":{key},"rev":{rev},"attempts":0,"priority":{priority},'
-                f'"run_at":{run_at or 0},{lines}"created_at":{now},{limit}'
+                f'"run_at":{run_at or 0},{lines}{created}{limit}'
                 f'"payload":{text}',
                 "+" if i < last else "",
             )
@@ -1887,29 +2050,28 @@ class _FileLeases(_FileCore):
             )
             if retries is None:
                 retries = self._max_retries
-            jobs.append(
-                Job(
-                    id, payload, "pending", 0, priority, now, run_at,
-                    max_retries=retries,
-                )
-            )  # fmt: skip
+            fields = _JobFields(id, payload, "pending", 0, priority, now, run_at)
+            fields.max_retries = retries
+            jobs.append(_job(fields))
         return jobs, changes
 
     # Lease
 
-    def lease(self, n: int, seconds: float, held: bool) -> _Leased:
+    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
         news = self._watch.news
-        jobs, lapses, due = self._transact(self._lease, n, seconds, held)
+        jobs, lapses, due = self._transact(self._lease, n, seconds, held, again)
+        if jobs:
+            self._lost_races = 0, -math.inf
         return _Leased(jobs, lapses, (news, due))
 
     def _lease(
-        self, n: int, seconds: float, held: bool
+        self, n: int, seconds: float, held: bool, again: bool
     ) -> tuple[list[Job], list[_Lapse], float]:
         index = self._index
         now, clock = time.time(), time.monotonic()
         index.ripen(now)
         undecided: list[_Lapse] = []
-        nothing = not (index.counts[_PENDING] or self._lapses_left)
+        nothing = not (again or index.counts[_PENDING] or self._lapses_left)
         if nothing or clock - self._looked >= _TICK:
             self._looked = clock
             self._lapses_left, undecided = self._first_lapses(clock, now)
@@ -1951,7 +2113,7 @@ class _FileLeases(_FileCore):
     ) -> Job:
         fields = record.fields
         retries = fields.get("max_retries")
-        return Job(
+        job = _JobFields(
             fields["id"],
             fields["payload"],
             "inflight",
@@ -1966,6 +2128,7 @@ class _FileLeases(_FileCore):
             token,
             holder,
         )
+        return _job(job)
 
     def _pick(
         self, n: int, lapsed: collections.deque[_Lease]
@@ -2101,15 +2264,148 @@ class _FileLeases(_FileCore):
             else:
                 run_at = now + delay if delay else 0.0
                 moves[0].append(self._pending(record, run_at, error, extra))
-        tickets = [
+        return sum(map(len, moves.values())), self._append_moves(moves)
+
+    def _append_moves(self, moves: dict[int, list[_Change]]) -> list[_Ticket | None]:
+        return [
             self._append(self._store.files[file], changes, durable=True, spare=True)
             for file, changes in moves.items()
             if changes
         ]
-        return sum(map(len, moves.values())), tickets
 
 
-class _FileEngine(_FileLeases):
+class _FileMoves(_FileLeases):
+    """Jobs on their way to another queue or from one; each step is synced,
+    since the next lets the other side forget."""
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        parcels, ticket = self._transact(self._hold, state, n, seconds, prefix)
+        self._commit(ticket)
+        return cast("list[_Parcel]", parcels)
+
+    def _hold(
+        self, state: str, n: int, seconds: float, prefix: str
+    ) -> tuple[list[_Parcel], _Ticket | None]:
+        records = self._dead_records(n) if state == "dead" else self._waiting(n)
+        tokens = [f"{prefix}{self._fresh()}-{state}" for _ in records]
+        parcels = list(map(self._parcel, records, tokens))
+        return parcels, self._lease_moved(records, parcels, seconds)
+
+    def _waiting(self, n: int) -> list[_Record]:
+        """In the order of delivery, then those not due, the earliest first."""
+        index = self._index
+        records = [record for record, _, _ in self._pick(n, collections.deque())]
+        while len(records) < n and index.next_due() < math.inf:
+            *_, key = heapq.heappop(index.delayed)
+            records.append(self._record(key, index.entries[key]))
+        return records
+
+    def _dead_records(self, n: int) -> list[_Record]:
+        return [self._record(key, entry) for entry, key in self._index.live(2)[:n]]
+
+    def _parcel(self, record: _Record, token: str) -> _Parcel:
+        fields, state = record.fields, _moved_state(token)
+        return _Parcel(
+            fields["id"],
+            _encode(fields["payload"]),
+            state,
+            fields["attempts"],
+            fields["priority"],
+            float(fields["created_at"]),
+            float(fields["run_at"]),
+            fields.get("leased_at") if state == "dead" else None,
+            fields.get("last_error"),
+            fields.get("max_retries"),
+            fields.get("lapses", 0),
+            token,
+        )
+
+    def _lease_moved(
+        self, records: Sequence[_Record], parcels: Sequence[_Parcel], seconds: float
+    ) -> _Ticket | None:
+        """Uncounted leases without a holder, under the parcels' tokens."""
+        now, clock = time.time(), time.monotonic()
+        changes = []
+        for record, parcel in zip(records, parcels):
+            stamp = _stamp(parcel.token, 0, clock, now, seconds, parcel.leased_at)
+            if parcel.lapses:
+                stamp += f'"lapses":{parcel.lapses},'
+            rev = self._index.next_rev(record.key)
+            attempts, run_at, error = parcel.attempts, parcel.run_at, parcel.last_error
+            change = record.change(_INFLIGHT, rev, attempts, run_at, stamp, error)
+            changes.append(change)
+        if not changes:
+            return None
+        return self._append(self._store.files[1], changes, durable=True, spare=True)
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        return cast("list[_Parcel]", self._transact(self._find_held, prefix))
+
+    def _find_held(self, prefix: str) -> list[_Parcel]:
+        records = [self._record(key, entry) for entry, key in self._index.live(1)]
+        tokens = [str(record.fields.get("token", "")) for record in records]
+        return [
+            self._parcel(record, token)
+            for record, token in zip(records, tokens)
+            if token.startswith(prefix)
+        ]
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        self._commit(self._transact(self._adopt, parcels, seconds))
+
+    def _adopt(self, parcels: Sequence[_Parcel], seconds: float) -> _Ticket | None:
+        index, records = self._index, []
+        for parcel in parcels:
+            key = _key(parcel.id)
+            entry = index.entries.get(key, _DONE)
+            if entry & 7 != _DONE:
+                raise self._duplicate(self._job(self._record(key, entry), entry))
+            limit = ""
+            if parcel.max_retries is not None:
+                limit = f'"max_retries":{parcel.max_retries},'
+            rest = f'"created_at":{parcel.created_at},{limit}"payload":{parcel.text}'
+            records.append(_Record(key, 0, {"priority": parcel.priority}, rest))
+        return self._lease_moved(records, parcels, seconds)
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        lost, ticket = self._transact(self._drop, parcels)
+        self._commit(ticket)
+        return cast("set[str]", lost)
+
+    def _drop(self, parcels: Sequence[_Parcel]) -> tuple[set[str], _Ticket | None]:
+        ours = [parcel for parcel in parcels if self._has_lease(parcel)]
+        lost = {parcel.id for parcel in parcels} - {parcel.id for parcel in ours}
+        changes = [self._tombstone(_key(parcel.id)) for parcel in ours]
+        if not changes:
+            return lost, None
+        files = self._store.files
+        return lost, self._append(files[1], changes, durable=True, spare=True)
+
+    def _has_lease(self, parcel: _Parcel) -> bool:
+        entry = self._index.entries.get(_key(parcel.id), _DONE)
+        if entry & 7 != _INFLIGHT:
+            return False
+        token = self._record(_key(parcel.id), entry).fields.get("token")
+        return bool(token == parcel.token)
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._commit(*self._transact(self._let_go, parcels))
+
+    def _let_go(self, parcels: Sequence[_Parcel]) -> list[_Ticket | None]:
+        moves: dict[int, list[_Change]] = {0: [], 2: []}
+        for parcel in filter(self._has_lease, parcels):
+            key = _key(parcel.id)
+            record = self._record(key, self._index.entries[key])
+            extra = f'"lapses":{parcel.lapses},' if parcel.lapses else ""
+            if parcel.state == "dead":
+                moves[2].append(self._dead(record, parcel.last_error, extra))
+            else:
+                run_at, error = parcel.run_at, parcel.last_error
+                moves[0].append(self._pending(record, run_at, error, extra))
+        return self._append_moves(moves)
+
+
+class _FileEngine(_FileMoves):
     """The engine for a directory; see the module's docstring, I1 to I9."""
 
     # Settle, extend
@@ -2121,6 +2417,7 @@ class _FileEngine(_FileLeases):
         delay: float = 0.0,
         error: str | None = None,
         counted: bool = True,
+        connection: Any = None,
     ) -> None:
         settle = getattr(self, f"_settle_{outcome}")
         self._commit(self._transact(settle, job, delay, error, counted))
@@ -2163,13 +2460,7 @@ class _FileEngine(_FileLeases):
                 token = self._record(key, entry).fields.get("token")
             if token == job.token:
                 return entry
-        raise LeaseLostError(
-            f"job {job.id!r} is no longer leased to token {job.token!r} in"
-            f" {self.path!r}: the lease ran out, was reaped or cancelled, or the job"
-            " is settled; drop this delivery's result or make it idempotent",
-            id=job.id,
-            token=job.token,
-        )
+        raise self._lost(job)
 
     def extend(self, job: Job, seconds: float) -> Job:
         return cast(Job, self._transact(self._extend, job, seconds))
@@ -2239,12 +2530,6 @@ class _FileEngine(_FileLeases):
         if entry & 7 == _DONE:
             raise self._unknown(id, "pending, inflight or dead")
         return self._job(self._record(key, entry), entry)
-
-    def _unknown(self, id: str, states: str) -> JobNotFoundError:
-        return JobNotFoundError(
-            f"job {id!r} is not {states} in queue {self.path!r}; jobs() lists what is",
-            id=id,
-        )
 
     def requeue(self, id: str | None) -> int:
         keys = None if id is None else [_key(id)]
@@ -2320,6 +2605,15 @@ class _FileEngine(_FileLeases):
         file = _FILE_OF[group[0].state]
         return self._append(self._store.files[file], group, durable=True, spare=True)
 
+    def names(self) -> list[str] | None:
+        try:
+            files = os.listdir(self.path)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise self._refused(exc) from exc
+        return sorted({found[1] for found in map(_OWN_FILE.match, files) if found})
+
     def counts(self) -> Stats:
         return cast(Stats, self._transact(self._counts, write=False))
 
@@ -2351,6 +2645,18 @@ class _FileEngine(_FileLeases):
         news, due = cast("tuple[int, float]", seen)
         seconds = min(seconds, max(0.0, due - time.time()))
         self._watch.wait(news, self._store.files[0], seconds)
+        self._doze()
+
+    def _doze(self) -> None:
+        """Who was woken again and again for jobs that others took sleeps on
+        for some milliseconds, or each put would cost every waiting process a
+        look.  Who took the last one does not, nor anybody when puts are rare.
+        """
+        losses, since = self._lost_races
+        losses = min(losses + 1, 4) if time.monotonic() - since < _RUSH else 0
+        if losses:
+            time.sleep(random.uniform(0, losses * _DOZE))
+        self._lost_races = losses, time.monotonic()
 
     def verify(self) -> list[Damage]:
         files = self._locked(self._store.glimpse, write=False)
@@ -2405,6 +2711,11 @@ _OPEN = re.compile(rb',"crc":"\+[0-9a-f]{8}"\}\n')
 _LINES = re.compile(
     rb'(\{"id":"(?:[^"\\]|\\.)+","rev":\d+,"attempts":\d+,"priority":-?\d+,'
     rb'"run_at":[0-9.e+-]+,)"lines":(\d+),'
+)
+_USUAL = re.compile(
+    r'\{"id":"([^"\\]+)","rev":(\d{1,9}),"attempts":(\d{1,15}),'
+    r'"priority":(-?\d{1,10}),"run_at":0,(?:"lines":\d+,)?'
+    r'("created_at":(\d{1,10}\.\d+),"payload":)'
 )
 _BOM = b"\xef\xbb\xbf"
 _KNOWN = frozenset(
@@ -2590,14 +2901,39 @@ def _own_record(body: bytes) -> _Record | None:
         return None
     text = body.decode() + "}"
     try:
-        fields = _scan(text, 0)[0]
-        place = text.index(',"created_at":')
+        return _usual_record(text) or _scanned_record(text)
     except (StopIteration, ValueError):
         return None
     except RecursionError:
         if _shallow(text, _MAX_DEPTH + 1):
             raise  # the caller's own stack is nearly full
         return None
+
+
+def _usual_record(text: str) -> _Record | None:
+    """Decode the line of a plain put, at half the cost of any line's."""
+    match = _USUAL.match(text)
+    if match is None:
+        return None
+    payload, end = _scan(text, match.end())
+    if end != len(text) - 1:
+        return None
+    id, rev = match[1], int(match[2])
+    fields = {
+        "id": id,
+        "rev": rev,
+        "attempts": int(match[3]),
+        "priority": int(match[4]),
+        "run_at": 0,
+        "created_at": float(match[6]),
+        "payload": payload,
+    }
+    return _Record(id.encode(), rev, fields, text[match.start(5) : -1])
+
+
+def _scanned_record(text: str) -> _Record | None:
+    fields = _scan(text, 0)[0]
+    place = text.index(',"created_at":')
     if not fields.keys() >= _NEEDED or text.find("{", 1, place) >= 0:
         return None
     names = list(fields)
@@ -2797,11 +3133,15 @@ class _Index:
         self.burnt: dict[bytes, int] = {}
         self.careful = False  # a checksum proved not to be enough
         self.discard()
+        self.dirty = False
 
     def discard(self) -> None:
-        """Forget all but the revs that failed writes have used up."""
+        """Forget all but the revs that failed writes have used up.
+
+        It stays dirty until whoever reads it anew, or leaves it empty, is done.
+        """
+        self.dirty = True
         self.loaded = False  # whether anything was ever read
-        self.dirty = False
         self.read = [0, 0, 0]  # how far each file is indexed
         self.marks = [b"", b"", b""]  # the last bytes before that
         self.live_of = [0, 0, 0]  # bytes of live records
@@ -3142,7 +3482,7 @@ def _open_file(path: str, flags: int, mode: int = 0o666) -> _Fd:
 
 
 _FDS: weakref.WeakSet[_Fd] = weakref.WeakSet()
-_ENGINES: weakref.WeakSet[_FileCore] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
 _FORKING = threading.RLock()  # no fork between a descriptor's birth and its entry
 
 
@@ -3267,7 +3607,7 @@ class _Inode:
                     yield 0, block[:end]
                 return
             else:
-                more = min(place, max(_CHUNK // 16, len(block)))
+                more = min(place, max(4096, len(block)))
                 place -= more
                 block = self.read(place, more) + block[:end]
                 end = len(block)
@@ -3577,7 +3917,8 @@ class _Store:
         """
         for ticket in tickets:
             if ticket is not None:
-                while not self._committed(*ticket):
+                inode, number = ticket
+                while inode.synced < number and not self._committed(inode, number):
                     pass
 
     def _committed(self, inode: _Inode, number: int) -> bool:
@@ -3746,13 +4087,15 @@ def _sync_ancestors(path: str) -> None:
 
 def _replace(source: str, target: str) -> None:
     """os.replace; Windows refuses for as long as somebody has a file open."""
-    for pause in (0.001, 0.01, 0.05, 0.1):
+    pauses = [0.1, 0.05, 0.01, 0.001]
+    while True:
         try:
             os.replace(source, target)
             return
         except PermissionError:
-            time.sleep(pause)
-    os.replace(source, target)
+            if not pauses:
+                raise
+        time.sleep(pauses.pop())
 
 
 def _swap(data: _Data, old: _Inode, new: _Inode) -> None:
@@ -3798,7 +4141,8 @@ _BALLAST = 256 * 1024
 # pause between two tries, or they might starve: it would be back before them.
 _LONG_HOLD = 5e-3
 _GIVE_WAY = 2e-3
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EBADF, errno.EINVAL}
+_UNSUPPORTED |= {errno.ENOTSUP, errno.EOPNOTSUPP}  # which are two on macOS
 
 
 class _Holder:
@@ -3910,7 +4254,8 @@ class _FileLock:
         self._file = file
 
     def _make_directory(self) -> None:
-        """Make the queue's directory, mode 0700, and durable ways to it."""
+        """Make the queue's directory, mode 0700.  The first acknowledgement
+        makes the way to it durable, whoever made it (sync_directory)."""
         missing = []
         path = os.path.dirname(self.path)
         while not os.path.isdir(path):
@@ -3921,8 +4266,6 @@ class _FileLock:
                 os.mkdir(path, 0o700 if path == missing[0] else 0o777)
             except FileExistsError:
                 pass  # another process starts at the same moment
-            if not _WINDOWS:
-                _sync_path(os.path.dirname(path))
 
     def _flock(self, fd: int) -> None:
         """Take the flock; say so where there is none."""
@@ -3954,7 +4297,7 @@ class _FileLock:
                 tries += 1
                 time.sleep(0)
             else:
-                time.sleep(pause)
+                time.sleep(pause * random.uniform(0.5, 1.5))  # not all at once
                 pause = min(pause * 1.5, 1e-3)
             try:
                 _try_lock(fd)
@@ -4241,6 +4584,3289 @@ def _ear() -> _Ear:
         return _Ear()
 
 
+# Databases: what their engines share
+# =============================================================================
+
+
+def _to_column(text: str) -> str:
+    """Any str as text that a database takes.
+
+    Text with a NUL or half a surrogate pair goes in as a JSON string.  So does
+    text with a backslash: a backslash tells the one form from the other.
+    """
+    if "\\" in text or "\0" in text or _SURROGATE.search(text):
+        return _quote(text)
+    return text
+
+
+def _from_column(text: str) -> str:
+    return cast(str, json.loads(text)) if "\\" in text else text
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class _Database(_Engine):
+    """A queue in rows: `ready` and `delayed` are the two kinds of pending."""
+
+    can_join = True
+    can_compact = False
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        max_retries: int,
+        fsync: bool,
+        shared: bool,
+        lock_timeout: float,
+    ) -> None:
+        if not shared:
+            raise ValueError(
+                "cross_process_lock: a database locks by itself, so False is for"
+                " directories only"
+            )
+        self.path = self.source = url
+        self._name = name
+        self._max_retries = max_retries
+        self._fsync = fsync
+        self._lock_timeout = lock_timeout
+        self._closed = False
+
+    def _begin(self) -> None:
+        """What each process has for itself."""
+        self._pid = os.getpid()
+        self._prefix = os.urandom(8).hex() + "-"
+        self._serial = itertools.count(1)
+        self._looked = -math.inf
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosedError(
+                f"queue {self.path!r} is closed; make a new Queue", path=self.path
+            )
+
+    def _fresh(self) -> str:
+        """An id or token: unique by a random prefix of this process."""
+        return f"{self._prefix}{next(self._serial):x}"
+
+    def _retries(self, own: int | None) -> int:
+        return self._max_retries if own is None else own
+
+    def _new_job(self, new: _New, id: str, created_at: float, run_at: float) -> Job:
+        return Job(
+            id, new.payload, "pending", 0, new.priority, created_at, run_at,
+            max_retries=self._retries(new.max_retries),
+        )  # fmt: skip
+
+    def _shown(
+        self,
+        id: str,
+        state: str,
+        attempts: int,
+        priority: int,
+        created_at: float,
+        run_at: float,
+        leased_at: float | None,
+        lease_until: float | None,
+        last_error: str | None,
+        max_retries: int | None,
+        token: str | None,
+        payload: Any,
+        holder: object = None,
+    ) -> Job:
+        """A row as a job: without what its state does not have."""
+        pending, inflight = state in ("ready", "delayed"), state == "inflight"
+        return Job(
+            _from_column(id),
+            payload,
+            "pending" if pending else state,
+            attempts,
+            priority,
+            created_at,
+            run_at,
+            None if pending else leased_at,
+            lease_until if inflight else None,
+            None if last_error is None else _from_column(last_error),
+            self._retries(max_retries),
+            token if inflight else None,
+            holder,
+        )
+
+
+_ENGINE_OF: dict[str, Callable[..., _Engine]] = {}  # by URL scheme
+
+
+# SQLite engine
+# =============================================================================
+
+# One row is one live job, and a settled one is gone.  `place` is the order of
+# waiting and of dead jobs: who goes last gets the greatest.  `turn` is that of
+# leases.  Each hot statement reads one partial index, so jobs that are due far
+# ahead are never looked at.  Nothing here is newer than SQLite 3.31.
+_LITE_FORMAT = 1  # raised by any change to the tables
+_LITE_TABLES = (
+    """CREATE TABLE  -- which queues are here, and how their rows are to be read
+    IF NOT EXISTS tiny_queue_queues (
+        name TEXT PRIMARY KEY,
+        format INTEGER NOT NULL
+    )""",
+    """CREATE TABLE  -- payload last: what stands before it is read without it
+    IF NOT EXISTS tiny_queue_jobs (
+        place INTEGER PRIMARY KEY,
+        queue TEXT NOT NULL,
+        id TEXT NOT NULL,
+        rev INTEGER NOT NULL,
+        state TEXT NOT NULL,
+        attempts INTEGER NOT NULL DEFAULT 0,
+        priority INTEGER NOT NULL,
+        created_at REAL NOT NULL,
+        run_at REAL NOT NULL,
+        max_retries INTEGER,
+        lapses INTEGER NOT NULL DEFAULT 0,
+        last_error TEXT,
+        token TEXT,
+        holder INTEGER NOT NULL DEFAULT 0,
+        clock REAL,
+        leased_at REAL,
+        renewed_at REAL,
+        lease_until REAL,
+        turn INTEGER,
+        was TEXT,
+        payload TEXT NOT NULL
+    )""",
+    """CREATE UNIQUE INDEX  -- an id is taken until its job is settled
+    IF NOT EXISTS tiny_queue_ids ON tiny_queue_jobs (queue, id)""",
+    """CREATE INDEX  -- the order of delivery: in one priority by place
+    IF NOT EXISTS tiny_queue_ready ON tiny_queue_jobs (queue, priority DESC)
+    WHERE state = 'ready'""",
+    """CREATE INDEX  -- when the next one is due
+    IF NOT EXISTS tiny_queue_delayed ON tiny_queue_jobs (queue, run_at)
+    WHERE state = 'delayed'""",
+    """CREATE INDEX  -- the order of leases
+    IF NOT EXISTS tiny_queue_inflight ON tiny_queue_jobs (queue, turn)
+    WHERE state = 'inflight'""",
+    """CREATE INDEX  -- the order of death
+    IF NOT EXISTS tiny_queue_dead ON tiny_queue_jobs (queue)
+    WHERE state = 'dead'""",
+)
+_LITE_HAS_TABLES = """SELECT  -- looking creates nothing
+    count(*) FROM sqlite_master WHERE type = 'table' AND name = 'tiny_queue_queues'"""
+_LITE_FORMATS = """SELECT  -- rows of another format are not touched
+    name, format FROM tiny_queue_queues ORDER BY name"""
+_LITE_REGISTER = """INSERT  -- a drained queue is still there
+    OR IGNORE INTO tiny_queue_queues (name, format) VALUES (?, ?)"""
+_LITE_TOUCH = """UPDATE  -- I5: a commit of ours syncs those that it rests on
+    tiny_queue_queues SET format = format WHERE name = ?"""
+
+_LITE_COLUMNS = (
+    "place, id, rev, state, attempts, priority, created_at, run_at, max_retries,"
+    " lapses, last_error, token, holder, leased_at, lease_until, was, payload"
+)
+_LITE_INSERT = """INSERT  -- without a place it gets the greatest
+    INTO tiny_queue_jobs (queue, id, rev, state, priority, created_at, run_at,
+    max_retries, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_LITE_FIND = f"""SELECT  -- whatever its state
+    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND id = ?"""
+_LITE_NEXT_DUE = """SELECT  -- the head of an index
+    run_at FROM tiny_queue_jobs WHERE queue = ? AND state = 'delayed'
+    ORDER BY run_at LIMIT 1"""
+_LITE_ANY_READY = """SELECT  -- without a lock for writing: a poll costs no write
+    1 FROM tiny_queue_jobs WHERE queue = ? AND state = 'ready' LIMIT 1"""
+_LITE_RIPEN = """UPDATE  -- who is due joins by place, delayed once or not
+    tiny_queue_jobs SET state = 'ready'
+    WHERE queue = ? AND state = 'delayed' AND run_at <= ?"""
+_LITE_HEADS = f"""SELECT  -- higher priority first, then by place
+    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'ready'
+    ORDER BY priority DESC, place LIMIT ?"""
+_LITE_LAST_TURN = """SELECT  -- leases stand in the order in which they were given
+    coalesce(max(turn), 0) FROM tiny_queue_jobs
+    WHERE queue = ? AND state = 'inflight'"""
+_LITE_LEASE = """UPDATE  -- I6: the token is new at each lease
+    tiny_queue_jobs SET rev = rev + 1, state = 'inflight', attempts = attempts + 1,
+    lapses = ?, last_error = ?, token = ?, holder = ?, clock = ?, leased_at = ?,
+    renewed_at = ?, lease_until = ?, was = NULL, turn = 1 + (
+        SELECT coalesce(max(turn), 0) FROM tiny_queue_jobs
+        WHERE queue = ? AND state = 'inflight'
+    ) WHERE place = ?"""
+_LITE_LEASES = """SELECT  -- what tells whose lease is over, in their order
+    id, rev, attempts, priority, max_retries, lapses, holder, clock, renewed_at,
+    lease_until - renewed_at FROM tiny_queue_jobs
+    WHERE queue = ? AND state = 'inflight' ORDER BY turn"""
+_LITE_EXTEND = """UPDATE  -- I6: the token is kept
+    tiny_queue_jobs SET rev = rev + 1, holder = ?, clock = ?, renewed_at = ?,
+    lease_until = ?, turn = ?
+    WHERE queue = ? AND id = ? AND state = 'inflight' AND token = ?"""
+_LITE_DONE = """DELETE  -- I6: the token alone is the fence
+    FROM tiny_queue_jobs
+    WHERE queue = ? AND id = ? AND state = 'inflight' AND token = ?"""
+_LITE_LAST = "place = (SELECT max(place) + 1 FROM tiny_queue_jobs), rev = rev + 1"
+_LITE_LEASED = "queue = ? AND id = ? AND state = 'inflight' AND token = ?"
+_LITE_RETRY = f"""UPDATE  -- I6; and a retried job goes last
+    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, last_error = ?,
+    lapses = 0, token = NULL, holder = 0, leased_at = NULL WHERE {_LITE_LEASED}"""
+_LITE_RELEASE = f"""UPDATE  -- I6; this delivery does not count
+    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, attempts = attempts - 1,
+    token = NULL, holder = 0, leased_at = NULL WHERE {_LITE_LEASED}"""
+_LITE_BURY = f"""UPDATE  -- I6; dead jobs stand in the order of death
+    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?, lapses = 0,
+    token = NULL, holder = 0 WHERE {_LITE_LEASED}"""
+_LITE_SPOILT = f"""UPDATE  -- a payload changed by hand holds nobody up
+    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?, token = NULL,
+    holder = 0 WHERE place = ?"""
+_LITE_LAPSED = "queue = ? AND id = ? AND state = 'inflight' AND rev = ?"
+_LITE_GIVE_BACK = f"""UPDATE  -- only if nobody was faster
+    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, last_error = ?,
+    lapses = lapses + 1, token = NULL, holder = 0, leased_at = NULL
+    WHERE {_LITE_LAPSED}"""
+_LITE_GIVE_UP = f"""UPDATE  -- only if nobody was faster
+    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?,
+    lapses = lapses + 1, token = NULL, holder = 0 WHERE {_LITE_LAPSED}"""
+_LITE_REQUEUE = f"""UPDATE  -- a replayed job goes last, with all its retries
+    tiny_queue_jobs SET {_LITE_LAST}, state = 'ready', run_at = 0, attempts = 0,
+    lapses = 0, leased_at = NULL WHERE queue = ? AND id = ? AND state = 'dead'"""
+_LITE_DEAD = """SELECT  -- a bounded part, in the order of death
+    id FROM tiny_queue_jobs WHERE queue = ? AND state = 'dead' AND place <= ?
+    ORDER BY place LIMIT ?"""
+_LITE_LAST_PLACE = """SELECT  -- what comes later is not meant
+    coalesce(max(place), 0) FROM tiny_queue_jobs"""
+_LITE_REMOVE = """DELETE  -- whatever its state: an inflight one's token is void
+    FROM tiny_queue_jobs WHERE queue = ? AND id = ?"""
+_LITE_PLACES = {
+    "pending": """SELECT  -- two indexes, one order
+        place FROM (
+            SELECT place FROM tiny_queue_jobs WHERE queue = :name AND state = 'ready'
+            UNION ALL
+            SELECT place FROM tiny_queue_jobs WHERE queue = :name AND state = 'delayed'
+        ) ORDER BY place LIMIT :n""",
+    "inflight": """SELECT  -- in the order of the leases
+        place FROM tiny_queue_jobs WHERE queue = :name AND state = 'inflight'
+        ORDER BY turn LIMIT :n""",
+    "dead": """SELECT  -- in the order of death
+        place FROM tiny_queue_jobs WHERE queue = :name AND state = 'dead'
+        ORDER BY place LIMIT :n""",
+}
+_LITE_AT = f"""SELECT  -- of this queue: a place that was left may be given anew
+    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE place = ? AND queue = ?"""
+_LITE_PURGE = """DELETE  -- a bounded part, as far as not touched since an instant
+    FROM tiny_queue_jobs WHERE place IN (
+        SELECT place FROM tiny_queue_jobs WHERE queue = ? AND state = ?
+        AND place <= ? AND max(created_at, coalesce(leased_at, 0)) <= ? LIMIT 1000
+    )"""
+_LITE_COUNTS = """SELECT  -- each by its own index
+    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'ready'),
+    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'delayed'),
+    (SELECT count(*) FROM tiny_queue_jobs
+        WHERE queue = :name AND state = 'delayed' AND run_at > :now),
+    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'inflight'),
+    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'dead'),
+    (SELECT min(run_at) FROM tiny_queue_jobs
+        WHERE queue = :name AND state = 'delayed' AND run_at > :now)"""
+_LITE_OLDEST = """SELECT  -- the head of one priority, or of those below another
+    priority, max(created_at, run_at) FROM tiny_queue_jobs
+    WHERE queue = ? AND state = 'ready' AND priority < ?
+    ORDER BY priority DESC, place LIMIT 1"""
+_LITE_OLDEST_LATE = """SELECT  -- delayed, and due by now
+    min(max(created_at, run_at)) FROM tiny_queue_jobs
+    WHERE queue = ? AND state = 'delayed' AND run_at <= ?"""
+_LITE_SIZE = """SELECT  -- of the whole database
+    (page_count - freelist_count) * page_size
+    FROM pragma_page_count, pragma_freelist_count, pragma_page_size"""
+_LITE_PAYLOADS = """SELECT  -- every byte that a reader would need
+    place, payload FROM tiny_queue_jobs WHERE +queue = ? AND place > ?
+    ORDER BY place LIMIT 1000"""
+
+_LITE_HOLD = """UPDATE  -- uncounted, without a holder; `was` says from which state
+    tiny_queue_jobs SET rev = rev + 1, state = 'inflight', token = ?, holder = 0,
+    clock = ?, renewed_at = ?, lease_until = ?, turn = ?, was = ? WHERE place = ?"""
+_LITE_HELD = f"""SELECT  -- by the beginning of their tokens
+    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'inflight'
+    AND substr(token, 1, length(?)) = ? ORDER BY turn"""
+_LITE_ADOPT = """INSERT  -- inflight from the beginning: deliverable on one side only
+    INTO tiny_queue_jobs (queue, id, rev, state, attempts, priority, created_at,
+    run_at, max_retries, lapses, last_error, token, clock, leased_at, renewed_at,
+    lease_until, turn, was, payload)
+    VALUES (?, ?, ?, 'inflight', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_LITE_LET_GO = f"""UPDATE  -- I6; in the place where it stood
+    tiny_queue_jobs SET rev = rev + 1, state = ?, run_at = ?, leased_at = ?,
+    token = NULL, was = NULL WHERE {_LITE_LEASED}"""
+
+# What the driver says, in part; and what to do.  By text, because error codes
+# have names only from Python 3.11 on.
+_LITE_BUSY = ("is locked", "locking protocol", "schema is locked")
+_LITE_ADVICE = (
+    ("is full", "free some space; nothing is lost"),
+    ("readonly", "check the owner and mode of the file and its directory"),
+    ("unable to open", "check that its directory is there and may be written"),
+    ("not a database", "it is another kind of file, or encrypted: name another"),
+    ("malformed", "restore a backup, or save what is left with sqlite3's .recover"),
+    ("disk I/O", "the disk failed; see the system's log"),
+    ("no such", "its tables were changed; restore them, or use another database"),
+)
+_LITE_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "fuse.sshfs")
+_LITE_PAGE = 1000  # jobs that records() reads at a time
+
+
+class _LiteRow(NamedTuple):
+    """A row of the table of jobs; _LITE_COLUMNS."""
+
+    place: int
+    id: str
+    rev: int
+    state: str  # ready and delayed are the two kinds of pending
+    attempts: int
+    priority: int
+    created_at: float
+    run_at: float
+    max_retries: int | None
+    lapses: int
+    last_error: str | None
+    token: str | None
+    holder: int
+    leased_at: float | None
+    lease_until: float | None
+    was: str | None
+    payload: str
+
+
+def _lite_driver() -> Any:
+    try:
+        import sqlite3
+    except ImportError as exc:
+        raise QueueError(
+            "sqlite:// needs Python's own sqlite3, which this Python was built"
+            " without; install its package or use a directory"
+        ) from exc
+    return sqlite3
+
+
+def _lite_file(url: str) -> str:
+    """The absolute path in a sqlite:/// URL, or ValueError."""
+    from urllib.parse import unquote
+
+    rest, _, options = url[len("sqlite://") :].partition("?")
+    if options:
+        raise ValueError(f"path: {url!r}: sqlite:// URLs know no options")
+    if not rest.startswith("/"):
+        raise ValueError(
+            f"path: {url!r} names a host; a file has three slashes and its relative"
+            " path, or four and its absolute one: sqlite:///jobs.db"
+        )
+    file = unquote(rest[1:])
+    if not file or file.startswith((":memory:", "file:")) or "\0" in file:
+        raise ValueError(
+            f"path: {url!r} names no file; a database in memory lasts no longer than"
+            " its process, so it cannot hold a queue"
+        )
+    # Two names of one database must lead to one lock file.
+    return os.path.realpath(os.path.abspath(file))
+
+
+class _LiteLock(_FileLock):
+    """Carries the holders' proofs of life, beside the database.
+
+    Never on the database itself: closing any descriptor of that drops the
+    locks that SQLite has on it.
+    """
+
+    def _lay_ballast(self, size: int) -> None:
+        pass  # a database's space is not ours to keep
+
+
+class _LiteWatch(_Watch):
+    """Sleeps until somebody commits: that writes to the database's log.
+
+    What is written is not yet committed: the log is synced, and then its
+    index, which no kernel tells of, changes.  So whoever hears of a write asks
+    for the version of the database until that has changed.
+    """
+
+    def __init__(self, version: Callable[[], object]) -> None:
+        super().__init__()
+        self._version = version
+
+    def _listen(self, data: Any, seconds: float) -> bool:
+        log, seen = data
+        deadline, pause = time.monotonic() + seconds, 1e-4
+        if self._arm(log):
+            return True
+        ear = self._ear
+        if ear is None:
+            pause = _POLL
+        elif not ear.wait(max(0.0, seconds)):
+            return False
+        while self._version() == seen:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, _POLL)
+        return True
+
+    def _arm(self, log: str) -> bool:
+        """Listen to the log that is there now; whether that is news."""
+        try:
+            info = os.stat(log)
+            ident = (info.st_dev, info.st_ino)
+        except OSError:
+            ident = None  # no queue yet
+        if ident == self._ident:
+            return False
+        self._ear, self._ident = None, ident
+        try:
+            if ident is not None:
+                ear = _Inotify()
+                ear.arm(log, cast(Any, None))
+                self._ear = ear
+        except (AttributeError, ImportError, OSError, TypeError):
+            pass  # there is none here, or none left
+        return True
+
+
+class _LiteCore(_Database):
+    """One connection, its transactions, and what can go wrong with them."""
+
+    def __init__(self, url: str, name: str, **options: Any) -> None:
+        from urllib.parse import quote
+
+        super().__init__(url, name, **options)
+        self._file = _lite_file(url)
+        self.path = self.source = f"sqlite:///{quote(self._file)}"
+        self._driver = _lite_driver()
+        lock = f"{self._file}-tiny_queue.lock"
+        self._lock = _LiteLock(lock, self._lock_timeout, True)
+        self._db: Any = None
+        self._reset()
+        _LITE_ENGINES.add(self)
+
+    def _reset(self) -> None:
+        """Forget all that a process may not share with its parent."""
+        self._begin()
+        self._holder: _Holder | None = None
+        self._idle = True  # the last lease found nothing
+        self._lapses_left: collections.deque[_Lease] = collections.deque()
+        self._watch = _LiteWatch(self._version)
+        if self._db is not None:
+            _LITE_INHERITED.append(self._db)  # closing it would drop locks
+        self._forget()
+
+    def _forget(self) -> None:
+        self._db = None  # a cursor of the connection
+        self._ident: tuple[int, int] | None = None  # of the file that it has open
+        self._readable = self._writable = False  # what was seen to
+        self._synchronous: bool | None = None
+
+    def forked(self) -> None:
+        self._lock.reset()
+        self._reset()
+
+    def __del__(self) -> None:
+        if getattr(self, "_db", None) is not None and self._pid == os.getpid():
+            self._disconnect()
+
+    # Connection
+
+    def before_fork(self) -> None:
+        """Close the connection, between two transactions.
+
+        In a child that inherits one, SQLite takes the locks for its own that
+        its parent holds; a new connection there then has none, and the end of
+        the parent's would delete the log that the child writes to.
+        """
+        if not self._lock.mine():
+            self._lock.threads().acquire()
+            self._disconnect()
+
+    def after_fork(self) -> None:
+        if self._lock.mine():
+            self._lock.threads().release()
+
+    def _disconnect(self) -> None:
+        db = self._db
+        self._forget()
+        if db is not None:
+            try:
+                db.connection.close()
+            except self._driver.Error as exc:
+                _log().warning("closing %s: %s", self.path, exc)
+
+    def _connected(self, write: bool) -> Any:
+        """The cursor; None if there is nothing to look at."""
+        try:
+            info = os.stat(self._file)
+            ident = (info.st_dev, info.st_ino)
+        except FileNotFoundError:
+            ident = None
+        if self._ident == ident and (self._writable or self._readable > write):
+            return self._db
+        if self._db is not None and self._ident != ident:
+            self._disconnect()  # what is open has no name any more
+        if self._db is None:
+            if ident is None and not write:
+                return None
+            self._connect(write)
+        if write:
+            self._prepare()
+        elif not self._readable:
+            self._readable = self._known(self._db)
+        return self._db if self._readable else None
+
+    def _connect(self, write: bool) -> None:
+        from urllib.parse import quote
+
+        kind = _file_system(os.path.dirname(self._file))
+        if kind in _LITE_REMOTE:
+            raise QueueError(
+                f"queue {self.path!r}: {kind} is a network file system, whose locks"
+                " SQLite cannot trust; keep the database on a local disk",
+                path=self._file,
+            )
+        connection = self._driver.connect(
+            f"file:{quote(self._file)}?mode={'rwc' if write else 'rw'}",
+            timeout=0,  # we wait ourselves: in shorter steps
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
+        )
+        self._db = connection.cursor()
+        info = os.stat(self._file)
+        self._ident = (info.st_dev, info.st_ino)
+
+    def _prepare(self) -> None:
+        """Make the tables if they are missing, and the database one with a
+        log (WAL): readers and the writer do not wait for each other."""
+        db = self._db
+        mode = db.execute("PRAGMA journal_mode").fetchone()[0]
+        if mode != "wal":
+            mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise QueueError(
+                f"queue {self.path!r}: SQLite refuses its WAL mode here (it stays"
+                f" {mode!r}); keep the database on a local disk",
+                path=self._file,
+            )
+        self._set_synchronous(self._fsync)
+        self._transaction("BEGIN IMMEDIATE", self._create)
+        self._writable = self._readable = True
+
+    def _create(self, db: Any) -> None:
+        if not self._known(db):
+            for statement in _LITE_TABLES:
+                db.execute(statement)
+        db.execute(_LITE_REGISTER, (self._name, _LITE_FORMAT))
+
+    def _known(self, db: Any) -> bool:
+        """Whether the tables are there, and of the format that we know."""
+        if not db.execute(_LITE_HAS_TABLES).fetchone()[0]:
+            return False
+        for name, found in db.execute(_LITE_FORMATS).fetchall():
+            if found != _LITE_FORMAT:
+                raise QueueError(
+                    f"queue {self.path!r}: its tables have format {found} (queue"
+                    f" {name!r}), this tiny_queue {__version__} knows {_LITE_FORMAT};"
+                    " use the version of tiny_queue that made them, or a newer one",
+                    path=self._file,
+                )
+        return True
+
+    def _set_synchronous(self, full: bool) -> None:
+        """FULL syncs the log at each commit, NORMAL when it is full."""
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+        self._synchronous = full
+
+    def _version(self) -> object:
+        """What each commit changes, those of this connection included."""
+        return self._transact(self._data_version, write=False)
+
+    def _data_version(self, db: Any) -> object:
+        number = db.execute("PRAGMA data_version").fetchone()[0]
+        return number, db.connection.total_changes, self._ident
+
+    # Transactions
+
+    def _transact(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        write: bool = True,
+        synced: bool = True,
+        nothing: Any = None,
+    ) -> Any:
+        """Run body(cursor, *args) as one transaction, under the thread lock.
+
+        `nothing` is the answer where nothing was ever written.  Without
+        `synced` a power cut may forget it.
+        """
+        if self._pid != os.getpid():
+            self.forked()
+        lock = self._lock
+        if lock.mine():
+            raise QueueError(
+                f"queue {self.path!r} is in the middle of a call by this same thread;"
+                " do not call it from a signal handler or finalizer"
+            )
+        try:
+            if not lock.threads().acquire(timeout=lock.timeout):
+                raise self._timed_out()
+            if self._closed:
+                raise self._is_gone()
+            return self._patiently(body, args, write, synced, nothing)
+        except self._driver.Error as exc:
+            raise self._refused(exc) from exc
+        except OSError as exc:
+            raise self._refused(exc, str(exc.strerror)) from exc
+        finally:
+            if lock.mine():
+                lock.threads().release()
+
+    def _patiently(self, *args: Any) -> Any:
+        """Try again while others have the database locked: SQLite's own
+        waiting sleeps up to 100 ms at a time."""
+        deadline = time.monotonic() + self._lock.timeout
+        pause = 50e-6
+        while True:
+            try:
+                return self._attempt(*args)
+            except self._driver.OperationalError as exc:
+                if not _lite_busy(exc):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise self._timed_out() from exc
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1e-3)
+
+    def _attempt(
+        self,
+        body: Callable[..., Any],
+        args: Any,
+        write: bool,
+        synced: bool,
+        nothing: Any,
+    ) -> Any:
+        db = self._connected(write)
+        if db is None:
+            return nothing
+        if not write:
+            return self._transaction("BEGIN", body, *args)
+        if self._synchronous is not (self._fsync and synced):
+            self._set_synchronous(self._fsync and synced)
+        return self._transaction("BEGIN IMMEDIATE", body, *args)
+
+    def _transaction(self, begin: str, body: Callable[..., Any], *args: Any) -> Any:
+        db = self._db
+        try:
+            db.execute(begin)
+            result = body(db, *args)
+            db.execute("COMMIT")
+            return result
+        except BaseException:
+            if db.connection.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+    def _is_gone(self) -> QueueClosedError:
+        return QueueClosedError(
+            f"queue {self.path!r} is closed; make a new Queue", path=self.path
+        )
+
+    def _timed_out(self) -> LockTimeoutError:
+        return LockTimeoutError(
+            f"database {self.path!r} stayed locked for {self._lock.timeout:g} s: a"
+            " transaction is open there for writing; end it, or pass connection= if"
+            " it is this thread's own (nothing is lost)",
+            path=self.path,
+            timeout=self._lock.timeout,
+        )
+
+    def _refused(self, exc: Exception, text: str = "") -> QueueError:
+        text = text or str(exc)
+        if _lite_busy(exc):
+            return self._timed_out()
+        advice = "nothing was acknowledged"
+        for part, what in _LITE_ADVICE:
+            if part in text:
+                advice = what
+                break
+        return QueueError(
+            f"queue {self.path!r}: {text}; {advice}",
+            errno=getattr(exc, "errno", None),
+            path=self._file,
+        )
+
+    # The caller's transaction
+
+    def _join(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
+        """Run body(cursor, *args) inside the transaction of a connection.
+
+        Where its driver would begin one before the caller's own INSERT, one
+        is begun; an error leaves the transaction as it was.
+        """
+        if self._pid != os.getpid():
+            self.forked()
+        if self._closed:
+            raise self._is_gone()
+        driver = self._driver
+        if not isinstance(connection, driver.Connection):
+            raise TypeError(
+                "connection: must be a sqlite3.Connection, not"
+                f" {type(connection).__name__}; wrappers have one inside"
+            )
+        # Read as ours does, whatever the caller has set.
+        factory, connection.text_factory = connection.text_factory, str
+        try:
+            db = driver.Cursor(connection)
+            self._check_joins(connection, db)
+            return self._within(connection, db, body, args)
+        except driver.Error as exc:
+            raise self._refused(exc) from exc
+        finally:
+            connection.text_factory = factory
+
+    def _within(
+        self, connection: Any, db: Any, body: Callable[..., Any], args: Any
+    ) -> Any:
+        began = not connection.in_transaction
+        try:
+            if began:
+                db.execute("BEGIN IMMEDIATE")
+            db.execute("SAVEPOINT tiny_queue")
+            self._create(db)
+            result = body(db, *args)
+            db.execute("RELEASE tiny_queue")
+            return result
+        except BaseException:
+            if connection.in_transaction:  # a full disk may have ended it
+                db.execute("ROLLBACK" if began else "ROLLBACK TO tiny_queue")
+            raise
+
+    def _check_joins(self, connection: Any, db: Any) -> None:
+        files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
+        try:
+            same = os.path.samefile(files.get("main") or "", self._file)
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise ValueError(
+                f"connection: its main database is not that of queue {self.path!r};"
+                " only within one database do two changes commit together"
+            )
+        if connection.isolation_level is None and not connection.in_transaction:
+            raise ValueError(
+                "connection: it is in autocommit mode with no transaction open, so"
+                ' there is nothing to be part of; execute("BEGIN IMMEDIATE") first'
+            )
+
+
+def _lite_payload(text: str) -> Any:
+    """None for what is no JSON: a lease makes such a job dead and says so."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _lite_busy(exc: Exception) -> bool:
+    return any(part in str(exc) for part in _LITE_BUSY)
+
+
+_LITE_ENGINES: weakref.WeakSet[_LiteCore] = weakref.WeakSet()
+_LITE_INHERITED: list[Any] = []  # never closed: see before_fork()
+
+
+def _lite_before_fork() -> None:
+    for engine in list(_LITE_ENGINES):
+        engine.before_fork()
+
+
+def _lite_after_fork_in_parent() -> None:
+    for engine in list(_LITE_ENGINES):
+        engine.after_fork()
+
+
+def _lite_after_fork_in_child() -> None:
+    for engine in list(_LITE_ENGINES):
+        engine.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lite_before_fork,
+        after_in_parent=_lite_after_fork_in_parent,
+        after_in_child=_lite_after_fork_in_child,
+    )
+
+
+class _LiteLeases(_LiteCore):
+    """Putting, leasing, and telling whose lease is over."""
+
+    # Insert
+
+    def insert(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
+        if connection is None:
+            found = self._transact(self._insert, new, exist_ok)
+        else:
+            found = self._join(connection, self._insert, new, exist_ok, False)
+        if isinstance(found, DuplicateJobError):
+            raise found
+        return cast("list[Job]", found)
+
+    def _insert(
+        self, db: Any, new: Sequence[_New], exist_ok: bool, own: bool = True
+    ) -> list[Job] | DuplicateJobError:
+        for item in new:
+            row = None if item.id is None else self._row(db, item.id)
+            if row is not None:
+                if own and self._fsync:  # it may be of somebody without fsync
+                    db.execute(_LITE_TOUCH, (self._name,))
+                job = self._view(row)
+                return [job] if exist_ok else self._duplicate(job)
+        now = time.time()
+        jobs = [self._job_of(item, now) for item in new]
+        rows = [self._new_row(item, job) for item, job in zip(new, jobs)]
+        db.executemany(_LITE_INSERT, rows)
+        return jobs
+
+    def _new_row(self, item: _New, job: Job) -> tuple[object, ...]:
+        return (
+            self._name,
+            job.id if item.id is None else _to_column(item.id),
+            random.getrandbits(48),  # so that an id put again has another
+            "delayed" if job.run_at else "ready",
+            job.priority,
+            job.created_at,
+            job.run_at,
+            item.max_retries,
+            item.text,
+        )
+
+    def _job_of(self, item: _New, now: float) -> Job:
+        run_at = 0.0
+        if item.at is not None:
+            run_at = item.at if item.at > now else 0.0
+        elif item.delay:
+            run_at = now + item.delay
+        retries = item.max_retries
+        if retries is None:
+            retries = self._max_retries
+        id = self._fresh() if item.id is None else item.id
+        return self._new_job(item, id, now, run_at)
+
+    def _row(self, db: Any, id: str) -> _LiteRow | None:
+        row = db.execute(_LITE_FIND, (self._name, _to_column(id))).fetchone()
+        return None if row is None else _LiteRow._make(row)
+
+    def _view(self, row: _LiteRow) -> Job:
+        return self._shown(
+            row.id, row.state, row.attempts, row.priority, row.created_at, row.run_at,
+            row.leased_at, row.lease_until, row.last_error, row.max_retries, row.token,
+            _lite_payload(row.payload),
+        )  # fmt: skip
+
+    # Lease
+
+    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
+        news = self._watch.news
+        if self._idle:  # look first: a poll of an idle queue writes nothing
+            nothing = (math.inf, None)
+            due, version = self._transact(self._glance, write=False, nothing=nothing)
+            if due is not None:
+                return _Leased([], [], (news, due, version))
+        due = 0.0
+        while not due:
+            jobs, lapses, due, version = self._transact(
+                self._lease, n, seconds, held, again, synced=False
+            )
+        self._idle = not jobs
+        return _Leased(jobs, lapses, (news, due, version))
+
+    def _glance(self, db: Any) -> tuple[float | None, object]:
+        """When the next job is due, or None if there is something to do now;
+        and the version of the database that says so."""
+        now, due = time.time(), self._next_due(db)
+        if due <= now or db.execute(_LITE_ANY_READY, (self._name,)).fetchone():
+            return None, None
+        if self._over(db, time.monotonic(), now, math.inf):
+            return None, None
+        return due, self._data_version(db)
+
+    def _next_due(self, db: Any) -> float:
+        row = db.execute(_LITE_NEXT_DUE, (self._name,)).fetchone()
+        return math.inf if row is None else cast(float, row[0])
+
+    def _lease(
+        self, db: Any, n: int, seconds: float, held: bool, again: bool
+    ) -> tuple[list[Job], list[_Lapse], float, object]:
+        """The last items are when to come again, where 0.0 is at once, and the
+        version of the database."""
+        now, clock = time.time(), time.monotonic()
+        db.execute(_LITE_RIPEN, (self._name, now))
+        ready = db.execute(_LITE_HEADS, (self._name, n)).fetchall()
+        undecided: list[_Lapse] = []
+        nothing = not (again or ready or self._lapses_left)
+        if nothing or clock - self._looked >= _TICK:
+            self._looked = clock
+            self._lapses_left, undecided = self._first_lapses(db, clock, now)
+        picks = self._pick(db, n, collections.deque(map(_LiteRow._make, ready)))
+        if not picks:
+            return [], undecided, self._next_due(db), self._data_version(db)
+        holder = self._live_holder() if held else None
+        number = holder.number if holder else 0
+        jobs, leases = [], []
+        for row, lapses in picks:
+            token, until = self._fresh(), now + seconds
+            stamp = (token, number, clock, now, now, until, self._name, row.place)
+            try:
+                jobs.append(self._leased_job(row, token, now, until, holder))
+                leases.append((lapses, row.last_error, *stamp))
+            except (TypeError, ValueError, RecursionError) as exc:
+                note = _to_column(f"its payload is not JSON: {exc}")
+                db.execute(_LITE_SPOILT, (note, row.place))
+        db.executemany(_LITE_LEASE, leases)
+        return jobs, undecided, math.inf if jobs or undecided else 0.0, None
+
+    def _leased_job(
+        self,
+        row: _LiteRow,
+        token: str,
+        leased_at: float,
+        until: float,
+        holder: _Holder | None,
+        again: bool = False,
+    ) -> Job:
+        return Job(
+            _from_column(row.id),
+            json.loads(row.payload),
+            "inflight",
+            row.attempts + (not again),
+            row.priority,
+            row.created_at,
+            row.run_at,
+            leased_at,
+            until,
+            None if row.last_error is None else _from_column(row.last_error),
+            self._retries(row.max_retries),
+            token,
+            holder,
+        )
+
+    def _pick(
+        self, db: Any, n: int, ready: collections.deque[_LiteRow]
+    ) -> list[tuple[_LiteRow, int]]:
+        """Take up to n jobs with their lapses: by priority; in one priority
+        first those of dead holders, then by place."""
+        picks: list[tuple[_LiteRow, int]] = []
+        lapsed = self._lapses_left
+        while len(picks) < n and (lapsed or ready):
+            if lapsed and (not ready or lapsed[0].priority >= ready[0].priority):
+                lease = lapsed.popleft()
+                row = self._row(db, lease.id)
+                if row is not None and (row.state, row.rev) == ("inflight", lease.rev):
+                    error = _to_column(self._reason(lease))
+                    picks.append((row._replace(last_error=error), lease.lapses + 1))
+            else:
+                row = ready.popleft()
+                picks.append((row, row.lapses))
+        return picks
+
+    # Who is alive
+
+    def _live_holder(self) -> _Holder | None:
+        """This object's proof of life, on the lock file that is there now."""
+        lock, holder = self._lock, self._holder
+        if holder is not None and holder.file.fd >= 0:
+            try:
+                info = os.lstat(lock.path)
+                if holder.ident == (info.st_dev, info.st_ino):
+                    return holder
+            except FileNotFoundError:
+                pass  # it is made anew
+        lock.acquire(True, self._is_closed)
+        try:
+            if holder is None or holder.ident != lock.ident or holder.file.fd < 0:
+                self._holder = holder = lock.new_holder()
+            return holder
+        finally:
+            lock.release()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _over(
+        self, db: Any, clock: float, now: float, older_than: float
+    ) -> list[_Lease]:
+        """Leases that ended unsettled, with the reason, in their order."""
+        rows = db.execute(_LITE_LEASES, (self._name,)).fetchall()
+        alive = self._alive({row[6] for row in rows} - {0})
+        over = []
+        for id, *fields in rows:
+            lease = _Lease(b"", _from_column(id), *fields)
+            reason = lease.over(alive.get(lease.holder), clock, now, older_than)
+            if reason:
+                over.append(lease._replace(reason=reason))
+        return over
+
+    def _alive(self, numbers: set[int]) -> dict[int, bool]:
+        """Which holders live; asks the kernel about those that are not us."""
+        mine = self._holder.number if self._holder else 0
+        alive = {mine: True}
+        if numbers - {mine}:
+            self._lock.acquire(False, self._is_closed)
+            try:
+                for number in numbers - {mine}:
+                    alive[number] = self._lock.holds(number)
+            finally:
+                self._lock.release()
+        alive.pop(0, None)
+        return alive
+
+    def _first_lapses(
+        self, db: Any, clock: float, now: float
+    ) -> tuple[collections.deque[_Lease], list[_Lapse]]:
+        """Split what is over: to be leased anew at once, or to be decided."""
+        first, others = [], []
+        for lease in self._over(db, clock, now, math.inf):
+            if lease.lapses == 0 and lease.attempts <= self._retries(lease.max_retries):
+                first.append(lease)
+            else:
+                others.append(self._lapse(lease))
+        first.sort(key=lambda lease: -lease.priority)
+        return collections.deque(first), others
+
+    def _reason(self, lease: _Lease) -> str:
+        tries = self._retries(lease.max_retries) + 1
+        return f"{lease.reason} (delivery {lease.attempts} of {tries})"
+
+    def _lapse(self, lease: _Lease) -> _Lapse:
+        return _Lapse(
+            lease.id,
+            lease.rev,
+            lease.attempts,
+            self._retries(lease.max_retries),
+            lease.lapses,
+            self._reason(lease),
+        )
+
+    def lapsed(self, older_than: float) -> list[_Lapse]:
+        found = self._transact(self._lapsed, older_than, write=False, nothing=[])
+        return cast("list[_Lapse]", found)
+
+    def _lapsed(self, db: Any, older_than: float) -> list[_Lapse]:
+        over = self._over(db, time.monotonic(), time.time(), older_than)
+        return [self._lapse(lease) for lease in over]
+
+    def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
+        return cast(int, self._transact(self._give_back, verdicts)) if verdicts else 0
+
+    def _give_back(
+        self, db: Any, verdicts: Sequence[tuple[_Lapse, float | None, str]]
+    ) -> int:
+        count = 0
+        for lapse, delay, error in verdicts:
+            fence = (self._name, _to_column(lapse.id), lapse.rev)
+            if delay is None:
+                db.execute(_LITE_GIVE_UP, (_to_column(error), *fence))
+            else:
+                change = (*self._pending(delay), _to_column(error))
+                db.execute(_LITE_GIVE_BACK, (*change, *fence))
+            count += db.rowcount
+        return count
+
+    def _pending(self, delay: float) -> tuple[str, float]:
+        """State and run_at of a job that is due after a delay."""
+        return ("delayed", time.time() + delay) if delay else ("ready", 0.0)
+
+
+class _LiteEngine(_LiteLeases):
+    """The engine for a SQLite database, the application's own or another."""
+
+    # Settle, extend
+
+    def settle(
+        self,
+        job: Job,
+        outcome: str,
+        delay: float = 0.0,
+        error: str | None = None,
+        counted: bool = True,
+        connection: Any = None,
+    ) -> None:
+        note = None if error is None else _to_column(error)
+        change: tuple[object, ...] = ()
+        if outcome == "done":
+            statement = _LITE_DONE
+        elif outcome == "dead":
+            statement, change = _LITE_BURY, (note,)
+        elif counted:
+            statement, change = _LITE_RETRY, (*self._pending(delay), note)
+        else:
+            statement, change = _LITE_RELEASE, self._pending(delay)
+        if connection is None:
+            self._transact(self._settle, statement, change, job)
+        else:
+            self._join(connection, self._settle, statement, change, job)
+
+    def _settle(self, db: Any, statement: str, change: Any, job: Job) -> None:
+        fence = (self._name, _to_column(job.id), job.token)
+        if db.execute(statement, (*change, *fence)).rowcount != 1:
+            raise self._lost(job)
+
+    def extend(self, job: Job, seconds: float) -> Job:
+        return cast(Job, self._transact(self._extend, job, seconds, synced=False))
+
+    def _extend(self, db: Any, job: Job, seconds: float) -> Job:
+        row = self._row(db, job.id)
+        if row is None or row.state != "inflight" or row.token != job.token:
+            raise self._lost(job)
+        holder = self._live_holder() if row.holder else None
+        now = time.time()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0] + 1
+        change = (holder.number if holder else 0, time.monotonic(), now, now + seconds)
+        fence = (self._name, _to_column(job.id), job.token)
+        db.execute(_LITE_EXTEND, (*change, turn, *fence))
+        leased_at = now if row.leased_at is None else row.leased_at
+        token = cast(str, job.token)
+        return self._leased_job(row, token, leased_at, now + seconds, holder, True)
+
+    # Looking, removing, replaying
+
+    def names(self) -> list[str] | None:
+        return cast("list[str] | None", self._transact(self._names, write=False))
+
+    def _names(self, db: Any) -> list[str]:
+        return [name for name, _ in db.execute(_LITE_FORMATS).fetchall()]
+
+    def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
+        """The first thousand as they are now, others as they are when read."""
+        states = list(_NAME_OF) if state is None else [state]
+        places, first = self._transact(
+            self._snapshot, states, limit, write=False, nothing=(array("q"), [])
+        )
+        return self._records(places, first, state)
+
+    def _snapshot(
+        self, db: Any, states: list[str], limit: int | None
+    ) -> tuple[array[int], list[Job]]:
+        places = array("q")
+        for state in states:
+            left = -1 if limit is None else limit - len(places)
+            keys = {"name": self._name, "n": left}
+            places.extend(row[0] for row in db.execute(_LITE_PLACES[state], keys))
+        return places, self._page(db, places[:_LITE_PAGE])
+
+    def _page(self, db: Any, places: Iterable[int]) -> list[Job]:
+        jobs = []
+        for place in places:
+            row = db.execute(_LITE_AT, (place, self._name)).fetchone()
+            if row is not None:
+                jobs.append(self._view(_LiteRow._make(row)))
+        return jobs
+
+    def _records(
+        self, places: array[int], jobs: list[Job], state: str | None
+    ) -> Iterator[Job]:
+        yield from jobs
+        for start in range(_LITE_PAGE, len(places), _LITE_PAGE):
+            some = places[start : start + _LITE_PAGE]
+            for job in self._transact(self._page, some, write=False, nothing=[]):
+                if state in (None, job.state):
+                    yield job
+
+    def find(self, id: str) -> Job:
+        row = self._transact(self._row, id, write=False)
+        if row is None:
+            raise self._unknown(id, "pending, inflight or dead")
+        return self._view(row)
+
+    def requeue(self, id: str | None) -> int:
+        if id is not None:
+            if not self._transact(self._requeue, [_to_column(id)]):
+                raise self._unknown(id, "dead")
+            return 1
+        count = 0
+        last = self._transact(self._last_place, write=False, nothing=0)
+        while some := self._transact(self._dead, last, write=False, nothing=[]):
+            count += self._transact(self._requeue, some)
+        return count
+
+    def _last_place(self, db: Any) -> int:
+        return cast(int, db.execute(_LITE_LAST_PLACE).fetchone()[0])
+
+    def _dead(self, db: Any, last: int) -> list[str]:
+        rows = db.execute(_LITE_DEAD, (self._name, last, 1000)).fetchall()
+        return [row[0] for row in rows]
+
+    def _requeue(self, db: Any, columns: list[str]) -> int:
+        count = 0
+        for column in columns:
+            count += db.execute(_LITE_REQUEUE, (self._name, column)).rowcount
+        return count
+
+    def remove(self, id: str) -> bool:
+        return bool(self._transact(self._delete, _LITE_REMOVE, (_to_column(id),)))
+
+    def _delete(self, db: Any, statement: str, values: tuple[object, ...]) -> int:
+        return cast(int, db.execute(statement, (self._name, *values)).rowcount)
+
+    def purge(self, state: str, older_than: float) -> int:
+        """In parts: others get their turn in between."""
+        count = 0
+        since = time.time() - older_than if older_than else math.inf
+        last = self._transact(self._last_place, write=False, nothing=0)
+        for kind in ("ready", "delayed") if state == "pending" else (state,):
+            while some := self._transact(
+                self._delete, _LITE_PURGE, (kind, last, since)
+            ):
+                count += some
+        return count
+
+    def counts(self) -> Stats:
+        empty = Stats(0, 0, 0, 0, 0, None, None, 0)
+        return cast(Stats, self._transact(self._counts, write=False, nothing=empty))
+
+    def _counts(self, db: Any) -> Stats:
+        now = time.time()
+        found = db.execute(_LITE_COUNTS, {"name": self._name, "now": now}).fetchone()
+        ready, late, delayed, inflight, dead, due = found
+        return Stats(
+            ready + late,
+            delayed,
+            inflight,
+            dead,
+            0,
+            self._oldest(db, now),
+            due,
+            db.execute(_LITE_SIZE).fetchone()[0],
+        )
+
+    def _oldest(self, db: Any, now: float) -> float | None:
+        """Of the first of each priority, and of those that have become due."""
+        since = db.execute(_LITE_OLDEST_LATE, (self._name, now)).fetchone()[0]
+        priority = _MAX_PRIORITY + 1
+        while True:
+            row = db.execute(_LITE_OLDEST, (self._name, priority)).fetchone()
+            if row is None:
+                return cast("float | None", since)
+            priority = row[0]
+            since = row[1] if since is None else min(since, row[1])
+
+    # Waiting, verifying, closing
+
+    def wait(self, seen: object, seconds: float) -> None:
+        news, due, version = cast("tuple[int, float, object]", seen)
+        seconds = min(seconds, max(0.0, due - time.time()))
+        self._watch.wait(news, cast(Any, (f"{self._file}-wal", version)), seconds)
+
+    def compact(self) -> None:
+        raise QueueError(
+            f"queue {self.path!r}: there is nothing to compact, as SQLite reuses the"
+            " space of jobs that are gone; VACUUM makes the file itself smaller",
+            path=self._file,
+        )
+
+    def verify(self) -> list[Damage]:
+        """What SQLite finds wrong; then payloads that are not JSON, by the
+        number of their row."""
+        file = os.path.basename(self._file)
+        whole = self._driver.sqlite_version_info < (3, 33)
+        check = "PRAGMA quick_check" + ("" if whole else "(tiny_queue_jobs)")
+        try:
+            found = self._transact(self._check, check, write=False, nothing=[])
+        except QueueError as exc:
+            if "malformed" not in str(exc):
+                raise
+            found = [str(exc.__cause__)]
+        damage = [Damage(file, 0, text) for text in found if text != "ok"]
+        place = 0
+        while not damage:
+            rows = self._transact(self._payloads, place, write=False, nothing=[])
+            for place, text in rows:
+                try:
+                    json.loads(text)
+                except (TypeError, ValueError) as exc:
+                    damage.append(Damage(file, place, f"payload: {exc}"))
+            if not rows:
+                break
+        return damage
+
+    def _check(self, db: Any, statement: str) -> list[str]:
+        return [row[0] for row in db.execute(statement).fetchall()]
+
+    def _payloads(self, db: Any, place: int) -> list[tuple[int, str]]:
+        return list(db.execute(_LITE_PAYLOADS, (self._name, place)).fetchall())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self._pid != os.getpid():
+            self.forked()
+        with self._lock.threads():
+            self._closed = True
+            if self._holder is not None:
+                self._holder.file.close()
+            self._disconnect()
+            self._watch.close()
+            self._lock.close()
+
+    # Moving
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        args = (state, n, seconds, prefix)
+        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
+
+    def _hold(
+        self, db: Any, state: str, n: int, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        parcels = []
+        keys = {"name": self._name, "n": n}
+        for (place,) in db.execute(_LITE_PLACES[state], keys).fetchall():
+            turn, token = turn + 1, f"{prefix}{self._fresh()}-{state}"
+            row = db.execute(_LITE_AT, (place, self._name)).fetchone()
+            parcels.append(self._parcel(_LiteRow._make(row), state, token))
+            stamp = (token, clock, now, now + seconds, turn, state, place)
+            db.execute(_LITE_HOLD, stamp)
+        return parcels
+
+    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
+        return _Parcel(
+            _from_column(row.id),
+            row.payload,
+            state,
+            row.attempts,
+            row.priority,
+            row.created_at,
+            row.run_at,
+            row.leased_at,
+            None if row.last_error is None else _from_column(row.last_error),
+            row.max_retries,
+            row.lapses,
+            token,
+        )
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._held, prefix, write=False, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return [
+            self._parcel(row, row.was or "pending", cast(str, row.token))
+            for row in map(_LiteRow._make, rows)
+        ]
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        self._transact(self._adopt, parcels, seconds)
+
+    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        for parcel in parcels:
+            turn += 1
+            row = self._row(db, parcel.id)
+            if row is not None:
+                raise self._duplicate(self._view(row))
+            error = parcel.last_error
+            values = (
+                self._name,
+                _to_column(parcel.id),
+                random.getrandbits(48),
+                parcel.attempts,
+                parcel.priority,
+                parcel.created_at,
+                parcel.run_at,
+                parcel.max_retries,
+                parcel.lapses,
+                None if error is None else _to_column(error),
+                parcel.token,
+                clock,
+                parcel.leased_at,
+                now,
+                now + seconds,
+                turn,
+                parcel.state,
+                parcel.text,
+            )
+            db.execute(_LITE_ADOPT, values)
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        return cast("set[str]", self._transact(self._drop, parcels))
+
+    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
+        void = set()
+        for parcel in parcels:
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            if not db.execute(_LITE_DONE, fence).rowcount:
+                void.add(parcel.id)
+        return void
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._transact(self._let_go, parcels)
+
+    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
+        now = time.time()
+        for parcel in parcels:
+            state = "delayed" if parcel.run_at > now else "ready"
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            change = (
+                "dead" if parcel.state == "dead" else state,
+                parcel.run_at,
+                parcel.leased_at,
+            )
+            db.execute(_LITE_LET_GO, (*change, *fence))
+
+
+_ENGINE_OF["sqlite"] = _LiteEngine
+
+
+# PostgreSQL engine
+# =============================================================================
+# One table of live jobs in a schema of choice.  A job's `place` is that of its
+# last change in the order of all, as a line's place in a file is.  In the text
+# below HOME stands for the schema, quoted, and NOW for the server's clock,
+# which stands still in a statement but not in a transaction; everything else
+# comes as a parameter.
+
+_PG_VERSION = 1  # of the tables
+_PG_DEFAULT_SCHEMA = "tiny_queue"
+_PG_POLL = 0.25  # seconds between two looks without LISTEN
+_PG_QUIET = 0.01  # seconds between two NOTIFYs of one process
+_PG_RIPE = 1000  # delayed jobs made ready by one statement
+_PG_PAGE = 500  # jobs read by one statement of a snapshot
+_PG_BATCH = 10_000  # jobs removed or replayed by one statement
+_PG_FRONT = 2**62  # taken off the place of a job that goes to the front
+
+_PG_MAKE = """
+-- Instants are epoch seconds; text that no database takes is kept as JSON.  The
+-- first rev is a random one, so that an id put again has another.
+CREATE SEQUENCE HOME.tiny_queue_place;
+CREATE TABLE HOME.tiny_queue_job (
+    place bigint NOT NULL DEFAULT nextval('HOME.tiny_queue_place'),
+    rev bigint NOT NULL DEFAULT (random() * 1e12),
+    created_at double precision NOT NULL,
+    run_at double precision NOT NULL,
+    leased_at double precision,
+    renewed_at double precision,
+    lease_until double precision,
+    owner bigint,
+    attempts bigint NOT NULL DEFAULT 0,
+    max_retries bigint,
+    priority integer NOT NULL,
+    lapses integer NOT NULL DEFAULT 0,
+    state text COLLATE "C" NOT NULL,
+    queue text COLLATE "C" NOT NULL,
+    id text COLLATE "C" NOT NULL,
+    token text COLLATE "C",
+    moved_from text COLLATE "C",
+    last_error text,
+    payload json NOT NULL,
+    PRIMARY KEY (queue, id)
+) WITH (
+    fillfactor = 80,
+    autovacuum_vacuum_threshold = 2000, autovacuum_vacuum_scale_factor = 0.02,
+    autovacuum_analyze_threshold = 2000, autovacuum_analyze_scale_factor = 0.1,
+    autovacuum_vacuum_cost_delay = 0
+);
+CREATE INDEX tiny_queue_ready ON HOME.tiny_queue_job
+    (queue, priority DESC, place) WHERE state = 'ready';
+CREATE INDEX tiny_queue_delayed ON HOME.tiny_queue_job
+    (queue, run_at) WHERE state = 'delayed';
+CREATE INDEX tiny_queue_inflight ON HOME.tiny_queue_job
+    (queue, place) WHERE state = 'inflight';
+CREATE INDEX tiny_queue_dead ON HOME.tiny_queue_job
+    (queue, place) WHERE state = 'dead';
+CREATE TABLE HOME.tiny_queue_queues (name text COLLATE "C" PRIMARY KEY);
+CREATE TABLE HOME.tiny_queue_version (version integer NOT NULL);
+INSERT INTO HOME.tiny_queue_version VALUES (1);
+"""
+
+_PG_HAS = """
+-- Looking creates nothing, and needs no right.
+SELECT EXISTS (
+    SELECT 1 FROM pg_catalog.pg_class AS c
+    JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE n.nspname = %(schema)s AND c.relname = 'tiny_queue_version'
+), EXISTS (SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = %(schema)s)
+"""
+
+_PG_FIND_VERSION = """
+-- Tables of another version are left alone.
+SELECT version FROM HOME.tiny_queue_version
+"""
+
+_PG_REGISTER = """
+-- A drained queue is still there.
+INSERT INTO HOME.tiny_queue_queues VALUES (%(queue)s) ON CONFLICT DO NOTHING
+"""
+
+_PG_NAMES = """
+-- Queues that were ever written to.
+SELECT name FROM HOME.tiny_queue_queues ORDER BY name
+"""
+
+_PG_MAKERS_LOCK = """
+-- Of all who come first one makes the tables.
+SELECT pg_advisory_xact_lock(%(family)s, 0)
+"""
+
+_PG_MAKE_SCHEMA = """
+-- The role may lack the right to, so only where there is none.
+CREATE SCHEMA HOME
+"""
+
+_PG_SET_UP = """
+-- Nothing outlives lock_timeout; a dead worker's connection ends soon.
+SELECT set_config(name, coalesce(%(settings)s::json ->> name, ''), false)
+FROM pg_catalog.pg_settings WHERE %(settings)s::json ->> name IS NOT NULL
+"""
+
+_PG_NOW = "extract(epoch FROM statement_timestamp())::float8"
+_PG_ROW = """id, state, attempts, priority, created_at, run_at, leased_at,
+    lease_until, last_error, max_retries, token, payload::text"""
+
+_PG_LAZY = "CASE WHEN %(lazy)s THEN set_config('synchronous_commit', 'off', true) END"
+_PG_TELL = "CASE WHEN %(tell)s THEN pg_notify(%(channel)s, '')::text END"
+
+_PG_PUT = """
+-- A job is due at an instant of the server's clock; a live id changes nothing.
+INSERT INTO HOME.tiny_queue_job
+    (queue, id, state, priority, created_at, run_at, max_retries, payload)
+SELECT %(queue)s, %(id)s, CASE WHEN due > NOW THEN 'delayed' ELSE 'ready' END,
+    %(priority)s, NOW, CASE WHEN due > NOW THEN due ELSE 0 END,
+    %(max_retries)s::bigint, %(payload)s::json
+FROM (SELECT coalesce(%(at)s::float8, %(delay)s::float8 + NOW)) AS new (due)
+ON CONFLICT (queue, id) DO NOTHING
+RETURNING created_at, run_at, TELL, LAZY
+"""
+
+_PG_PUT_MANY = """
+-- All or none, in the order given.
+WITH put AS (
+    INSERT INTO HOME.tiny_queue_job
+        (queue, id, state, priority, created_at, run_at, payload)
+    SELECT %(queue)s, new.id, CASE WHEN %(delay)s > 0 THEN 'delayed' ELSE 'ready' END,
+        %(priority)s, NOW,
+        CASE WHEN %(delay)s > 0 THEN NOW + %(delay)s ELSE 0 END, new.payload::json
+    FROM unnest(%(ids)s::text[], %(payloads)s::text[])
+        WITH ORDINALITY AS new (id, payload, n)
+    ORDER BY new.n IF_ALIVE RETURNING id
+)
+SELECT NOW, TELL, LAZY, (SELECT CASE
+    WHEN count(*) < cardinality(%(ids)s::text[]) THEN coalesce(array_agg(id), '{}')
+    END FROM put)
+"""
+
+_PG_UNPUT = """
+-- Part of the caller's transaction: what of a put_many came before a live id.
+DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = ANY(%(ids)s)
+"""
+
+_PG_TAKE = """
+-- What is due later is not scanned, what others lock is skipped, and where
+-- something delayed has become due it joins first.  Who is locked stays `ready`:
+-- asking for that again would tempt the planner to scan them all.
+WITH next AS MATERIALIZED (
+    SELECT min(run_at) AS due FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'delayed'
+), picked AS MATERIALIZED (
+    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'ready'
+        AND (%(ripe)s OR coalesce((SELECT due FROM next) > NOW, true))
+    ORDER BY priority DESC, place LIMIT N FOR UPDATE SKIP LOCKED
+), placed AS MATERIALIZED (
+    SELECT picked_id, nextval('HOME.tiny_queue_place') AS new_place FROM picked
+), taken AS (
+    UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
+        place = new_place, attempts = attempts + 1, leased_at = NOW,
+        renewed_at = NOW, lease_until = NOW + %(seconds)s, owner = %(owner)s,
+        token = %(call)s || new_place
+    FROM placed WHERE queue = %(queue)s AND id = picked_id
+    RETURNING place, ROW
+)
+SELECT (SELECT due FROM next) - NOW, LAZY, taken.*
+FROM (VALUES (1)) AS one LEFT JOIN taken ON true ORDER BY taken.place
+"""
+
+_PG_RIPEN = """
+-- Delayed jobs that are due join the others by their place, boundedly many.
+WITH ripe AS MATERIALIZED (
+    SELECT id AS ripe_id FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'delayed' AND run_at <= NOW
+    ORDER BY run_at LIMIT %(n)s FOR UPDATE SKIP LOCKED
+)
+UPDATE HOME.tiny_queue_job SET state = 'ready' FROM ripe
+WHERE queue = %(queue)s AND id = ripe_id
+RETURNING LAZY
+"""
+
+_PG_MINE = """
+-- The leases of a take whose answer was lost.
+SELECT place, ROW FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(call)s)
+ORDER BY place
+"""
+
+_PG_LAPSED = """
+-- The server knows who lives: a session's lock ends with it.
+SELECT id, rev, attempts, max_retries, lapses, priority, moved_from, reason
+FROM (
+    SELECT *, CASE
+        WHEN owner <> 0 AND owner NOT IN (
+            SELECT objid::bigint FROM pg_catalog.pg_locks
+            WHERE locktype = 'advisory' AND objsubid = 2
+                AND classid = %(family)s::bigint::oid AND database = (
+                    SELECT oid FROM pg_catalog.pg_database
+                    WHERE datname = current_database())
+        ) THEN 'holder died'
+        WHEN lease_until <= NOW OR renewed_at > NOW + 1 THEN 'lease ran out'
+        WHEN NOW - renewed_at >= %(older_than)s::float8 AND moved_from IS NULL
+            THEN 'not renewed'
+        END AS reason
+    FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'inflight'
+) AS lease
+WHERE reason IS NOT NULL ORDER BY place
+"""
+
+_PG_REVIVE = """
+-- Jobs of dead holders go to the front of their priority, as many as are taken.
+WITH lapse AS (
+    SELECT * FROM unnest(%(ids)s::text[], %(revs)s::bigint[], %(errors)s::text[])
+        AS lapse (lapse_id, lapse_rev, error)
+), ready AS MATERIALIZED (
+    SELECT id, priority, place FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'ready'
+    ORDER BY priority DESC, place LIMIT %(n)s
+), over AS MATERIALIZED (
+    SELECT id, priority, place FROM HOME.tiny_queue_job
+    JOIN lapse ON id = lapse_id AND rev = lapse_rev
+    WHERE queue = %(queue)s AND state = 'inflight' FOR UPDATE SKIP LOCKED
+), first AS MATERIALIZED (
+    SELECT id AS first_id FROM (
+        SELECT id, true AS lapsed, priority, place FROM over
+        UNION ALL SELECT id, false, priority, place FROM ready
+        ORDER BY priority DESC, lapsed DESC, place LIMIT %(n)s) AS merged
+    WHERE lapsed
+)
+UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
+    place = place - %(front)s, lapses = lapses + 1, last_error = error,
+    leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
+    token = NULL
+FROM lapse JOIN first ON first_id = lapse_id
+WHERE queue = %(queue)s AND id = lapse_id
+RETURNING LAZY
+"""
+
+_PG_GIVE_BACK = """
+-- Only what has not changed meanwhile; who settles in an open transaction wins.
+WITH lapse AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::text[], %(revs)s::bigint[], %(delays)s::float8[],
+        %(errors)s::text[]) WITH ORDINALITY
+        AS lapse (lapse_id, lapse_rev, delay, error, n)
+), over AS MATERIALIZED (
+    SELECT id AS over_id FROM HOME.tiny_queue_job
+    JOIN lapse ON id = lapse_id AND rev = lapse_rev
+    WHERE queue = %(queue)s AND state = 'inflight' FOR UPDATE SKIP LOCKED
+), placed AS MATERIALIZED (
+    SELECT lapse.*, nextval('HOME.tiny_queue_place') AS new_place
+    FROM lapse JOIN over ON over_id = lapse_id ORDER BY n
+), given AS (
+    UPDATE HOME.tiny_queue_job SET rev = rev + 1, place = new_place,
+        state = CASE WHEN delay IS NULL THEN 'dead' WHEN delay > 0 THEN 'delayed'
+            ELSE 'ready' END,
+        run_at = CASE WHEN delay IS NULL THEN run_at WHEN delay > 0 THEN NOW + delay
+            ELSE 0 END,
+        leased_at = CASE WHEN delay IS NULL THEN leased_at END,
+        lapses = lapses + 1, last_error = error, renewed_at = NULL,
+        lease_until = NULL, owner = NULL, token = NULL
+    FROM placed WHERE queue = %(queue)s AND id = lapse_id
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM given), TELL, LAZY
+"""
+
+_PG_DONE = """
+-- The token is the fence.
+DELETE FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+RETURNING LAZY
+"""
+
+_PG_BACK = """
+-- The token is the fence; a job that comes back goes last.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1,
+    place = nextval('HOME.tiny_queue_place'),
+    state = CASE WHEN %(delay)s::float8 > 0 THEN 'delayed' ELSE 'ready' END,
+    run_at = CASE WHEN %(delay)s::float8 > 0 THEN NOW + %(delay)s::float8 ELSE 0 END,
+    attempts = CASE WHEN %(counted)s THEN attempts ELSE attempts - 1 END,
+    lapses = CASE WHEN %(counted)s THEN 0 ELSE lapses END,
+    last_error = CASE WHEN %(counted)s THEN %(error)s ELSE last_error END,
+    leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
+    token = NULL
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+RETURNING TELL, LAZY
+"""
+
+_PG_BURY = """
+-- The token is the fence.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1, state = 'dead',
+    place = nextval('HOME.tiny_queue_place'), lapses = 0, last_error = %(error)s,
+    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+RETURNING LAZY
+"""
+
+_PG_EXTEND = """
+-- From now, not from the old end; whoever renews it is its holder.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1,
+    place = nextval('HOME.tiny_queue_place'), renewed_at = NOW,
+    lease_until = NOW + %(seconds)s,
+    owner = CASE WHEN owner = 0 THEN 0 ELSE %(owner)s END
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+RETURNING LAZY, ROW
+"""
+
+_PG_RENAME = """
+-- A session was lost and its jobs are still ours: the new one answers for them.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1, owner = %(owner)s
+WHERE queue = %(queue)s AND state = 'inflight' AND owner = %(old)s
+RETURNING LAZY
+"""
+
+_PG_FIND = """
+-- A short index scan.
+SELECT ROW FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = %(id)s
+"""
+
+_PG_FIRST_OF = """
+-- The first of many ids that lives.
+SELECT ROW FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND id = ANY(%(ids)s::text[])
+ORDER BY array_position(%(ids)s::text[], id) LIMIT 1
+"""
+
+_PG_SNAPSHOT = """
+-- Ids have no control characters: one text holds them all, in order.
+SELECT string_agg(id, E'\\n' ORDER BY part, place) FROM (
+    SELECT id, place, CASE state WHEN 'inflight' THEN 1 WHEN 'dead' THEN 2 ELSE 0 END
+        AS part
+    FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = ANY(%(states)s)
+    ORDER BY part, place LIMIT %(limit)s
+) AS live
+"""
+
+_PG_PAGE_OF = """
+-- Each job as it is now, if it is still in one of the states.
+SELECT ROW FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND id = ANY(%(ids)s::text[]) AND state = ANY(%(states)s)
+"""
+
+_PG_REQUEUE = """
+-- Oldest death first; deaths since the first look wait for the next call.
+WITH picked AS MATERIALIZED (
+    SELECT id AS picked_id, place AS old FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'dead' AND place <= %(last)s
+    ORDER BY place LIMIT %(n)s FOR UPDATE SKIP LOCKED
+), placed AS MATERIALIZED (
+    SELECT picked_id, nextval('HOME.tiny_queue_place') AS new_place FROM picked
+), back AS (
+    UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
+        place = new_place, run_at = 0, attempts = 0, lapses = 0, leased_at = NULL
+    FROM placed WHERE queue = %(queue)s AND id = picked_id
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM back), TELL, LAZY
+"""
+
+_PG_LAST_DEATH = """
+-- Bounds requeue_dead() against jobs that die again at once.
+SELECT max(place) FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND state = 'dead'
+"""
+
+_PG_REQUEUE_ONE = """
+-- Dead or not: nothing else can be replayed.
+UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
+    place = nextval('HOME.tiny_queue_place'), run_at = 0, attempts = 0, lapses = 0,
+    leased_at = NULL
+WHERE queue = %(queue)s AND id = %(id)s AND state = 'dead'
+RETURNING TELL, LAZY
+"""
+
+_PG_REMOVE = """
+-- In any state; a lease on it is lost.
+DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = %(id)s
+RETURNING LAZY
+"""
+
+_PG_PURGE = """
+-- Boundedly many at a time, none put since the first look.
+WITH picked AS MATERIALIZED (
+    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = ANY(%(states)s) AND created_at <= %(start)s
+        AND %(start)s - greatest(created_at, leased_at) >= %(older_than)s::float8
+    LIMIT %(n)s FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM HOME.tiny_queue_job USING picked
+    WHERE queue = %(queue)s AND id = picked_id
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM gone), LAZY
+"""
+
+_PG_CLOCK = """
+-- Instants are the server's.
+SELECT NOW
+"""
+
+_PG_COUNTS = """
+-- Each count reads one partial index; `oldest` asks the head of each priority.
+WITH RECURSIVE head AS (
+    (SELECT priority, greatest(created_at, run_at) AS since
+    FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
+    ORDER BY priority DESC, place LIMIT 1)
+    UNION ALL
+    SELECT below.* FROM head CROSS JOIN LATERAL (
+        SELECT priority, greatest(created_at, run_at)
+        FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
+            AND priority < head.priority
+        ORDER BY priority DESC, place LIMIT 1) AS below
+), delayed AS (
+    SELECT count(*) AS jobs, count(*) FILTER (WHERE run_at <= NOW) AS due,
+        min(run_at) FILTER (WHERE run_at <= NOW) AS since,
+        min(run_at) FILTER (WHERE run_at > NOW) AS next
+    FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'delayed'
+)
+SELECT
+    (SELECT count(*) FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'ready') + jobs,
+    jobs - due,
+    (SELECT count(*) FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'inflight'),
+    (SELECT count(*) FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'dead'),
+    0, least((SELECT min(since) FROM head), since), next,
+    pg_total_relation_size('HOME.tiny_queue_job')
+FROM delayed
+"""
+
+_PG_LOCK = """
+-- The session's lock stands for its owner number.
+SELECT pg_try_advisory_lock(%(family)s, %(owner)s)
+"""
+
+_PG_PEEK = """
+-- Between LISTEN and sleeping: did something come, and when is something due?
+SELECT EXISTS (SELECT 1 FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'ready'),
+    (SELECT min(run_at) FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'delayed') - NOW
+"""
+
+_PG_RING = """
+-- What the last puts of a busy producer owe.
+SELECT TELL, LAZY
+"""
+
+_PG_WHERE = """
+-- The same server, database and table, whatever the way there.
+SELECT pg_postmaster_start_time()::text, current_database(),
+    to_regclass('HOME.tiny_queue_job')::oid::bigint
+"""
+
+_PG_HOLD = """
+-- Under new tokens, without holder; nothing else of the job changes.
+WITH picked AS MATERIALIZED (
+    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'STATE' ORDER BY PLACING LIMIT %(n)s
+    FOR UPDATE SKIP LOCKED
+), held AS (
+    UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
+        moved_from = %(state)s, renewed_at = NOW, lease_until = NOW + %(seconds)s,
+        owner = 0, token = %(prefix)s || nextval('HOME.tiny_queue_place') || %(end)s
+    FROM picked WHERE queue = %(queue)s AND id = picked_id
+    RETURNING *
+)
+SELECT PARCEL, LAZY FROM held ORDER BY PLACING
+"""
+
+_PG_PARCEL = """id, payload::text, moved_from, attempts, priority, created_at,
+    run_at, leased_at, last_error, max_retries, lapses, token"""
+
+_PG_HELD = """
+-- Tokens tell which jobs are whose.
+SELECT PARCEL FROM HOME.tiny_queue_job
+WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(prefix)s)
+    AND moved_from IS NOT NULL
+ORDER BY place
+"""
+
+_PG_ADOPT = """
+-- All or none, inflight as they are on the other side.
+WITH new AS (
+    INSERT INTO HOME.tiny_queue_job (queue, id, payload, moved_from, attempts,
+        priority, created_at, run_at, leased_at, last_error, max_retries, lapses,
+        token, state, renewed_at, lease_until, owner)
+    SELECT %(queue)s, id, payload::json, state, attempts, priority, created_at,
+        run_at, leased_at, last_error, max_retries, lapses, token, 'inflight', NOW,
+        NOW + %(seconds)s, 0
+    FROM unnest(%(id)s::text[], %(text)s::text[], %(state)s::text[],
+        %(attempts)s::bigint[], %(priority)s::integer[], %(created_at)s::float8[],
+        %(run_at)s::float8[], %(leased_at)s::float8[], %(last_error)s::text[],
+        %(max_retries)s::bigint[], %(lapses)s::integer[], %(token)s::text[])
+        WITH ORDINALITY AS parcel (id, payload, state, attempts, priority, created_at,
+        run_at, leased_at, last_error, max_retries, lapses, token, n)
+    ORDER BY n RETURNING 1
+)
+SELECT LAZY, (SELECT count(*) FROM new)
+"""
+
+_PG_DROP = """
+-- The tokens are the fence.
+WITH gone AS (
+    DELETE FROM HOME.tiny_queue_job
+    USING unnest(%(ids)s::text[], %(tokens)s::text[]) AS held (held_id, held_token)
+    WHERE queue = %(queue)s AND id = held_id AND token = held_token
+        AND state = 'inflight'
+    RETURNING id
+)
+SELECT id, LAZY FROM gone
+"""
+
+_PG_LET_GO = """
+-- The tokens are the fence; a job becomes what it was, in its old place.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1, moved_from = NULL,
+    state = CASE WHEN moved_from = 'dead' THEN 'dead' WHEN run_at > NOW THEN 'delayed'
+        ELSE 'ready' END,
+    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
+FROM unnest(%(ids)s::text[], %(tokens)s::text[]) AS held (held_id, held_token)
+WHERE queue = %(queue)s AND id = held_id AND token = held_token
+    AND state = 'inflight' AND moved_from IS NOT NULL
+RETURNING TELL, LAZY
+"""
+
+_PG_LET_GO_LAPSED = """
+-- Whoever moved these died: they become what they were.
+UPDATE HOME.tiny_queue_job SET rev = rev + 1, moved_from = NULL,
+    state = CASE WHEN moved_from = 'dead' THEN 'dead' WHEN run_at > NOW THEN 'delayed'
+        ELSE 'ready' END,
+    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
+WHERE queue = %(queue)s AND state = 'inflight' AND moved_from IS NOT NULL
+    AND (lease_until <= NOW OR renewed_at > NOW + 1)
+RETURNING LAZY
+"""
+
+
+def _psycopg() -> Any:
+    """The driver, imported when its URL is used."""
+    import importlib
+
+    try:
+        return importlib.import_module("psycopg")
+    except ImportError as exc:
+        raise QueueError(
+            "postgresql:// URLs need psycopg 3, which does not import here"
+            f' ({exc}); pip install "psycopg[binary]", or tiny-queue with its extra'
+            " `postgres`"
+        ) from exc
+
+
+def _pg_schema(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", text):
+        raise ValueError(f"schema: {text!r} is not of 1 to 63 letters, digits and _")
+    return text
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return text == "1"
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,4}", text) or not int(text):
+        raise ValueError(f"{text!r} is not a number from 1 to 9999")
+    return int(text)
+
+
+# What a URL may say to the engine; everything else in it is for libpq.
+_PG_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
+    "schema": (_pg_schema, _PG_DEFAULT_SCHEMA),
+    "notify": (_switch, True),  # 0: no session state, for PgBouncer
+    "pool": (_positive, 4),  # connections at most, beside the one that listens
+    "keepalive": (_positive, 10),  # seconds of silence before TCP asks
+}
+
+# By SQLSTATE: the error's class, and what to do about it.
+_PG_ADVICE: dict[str, tuple[type[QueueError], str]] = {
+    "55P03": (
+        LockTimeoutError,
+        "another transaction holds the job or its id; is one with connection= open?",
+    ),
+    "57014": (LockTimeoutError, "the server took too long, or somebody cancelled it"),
+    "53100": (QueueError, "the server's disk is full; free space there"),
+    "42501": (
+        QueueError,
+        "the role needs USAGE on the schema and the sequence tiny_queue_place, and"
+        " SELECT, INSERT, UPDATE, DELETE on its tables; to make them, CREATE on the"
+        " database",
+    ),
+    "42P01": (QueueError, "the tables were dropped; the next call makes them anew"),
+    "3F000": (QueueError, "the schema was dropped; the next call makes it anew"),
+    "25006": (QueueError, "this server only reads; connect to the primary"),
+}
+_PG_RETRIED = {"40001", "40P01", "57P01", "57P03"}  # nothing of it was carried out
+# Answers to a login that no second try changes; libpq has no code for them.
+_PG_FINAL = re.compile(
+    r"authentication failed|does not exist|pg_hba\.conf|no password supplied"
+    r"|not permitted to log in|permission denied|unsupported startup|invalid"
+)
+
+
+def _poll(fd: int, events: int, seconds: float) -> int:
+    """Which of 1 (readable) and 2 (writable) a descriptor is, in time."""
+    import select
+
+    seconds = min(max(seconds, 0.0), 86400.0)
+    if not hasattr(select, "poll"):
+        read, write = [fd] if events & 1 else [], [fd] if events & 2 else []
+        read, write, _ = select.select(read, write, [], seconds)
+        return bool(read) + 2 * bool(write)
+    poll = select.poll()
+    poll.register(fd, (events & 1 and select.POLLIN) | (events & 2 and select.POLLOUT))
+    found = poll.poll(math.ceil(seconds * 1000))
+    if not found:
+        return 0
+    wanted = found[0][1]
+    if wanted & ~(select.POLLIN | select.POLLOUT):
+        return events  # an error: reading or writing will say which
+    return bool(wanted & select.POLLIN) + 2 * bool(wanted & select.POLLOUT)
+
+
+class _Patience:
+    """Stands in for the wait() of a psycopg connection, which has no end."""
+
+    __slots__ = ("fd", "deadline")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.deadline = math.inf
+
+    def wait(self, steps: Any, *_: object, **__: object) -> Any:
+        """Run a protocol exchange; TimeoutError leaves it where it is."""
+        try:
+            events = next(steps)
+            while True:
+                ready = _poll(self.fd, events, self.deadline - time.monotonic())
+                if not ready and time.monotonic() >= self.deadline:
+                    raise TimeoutError("the server does not answer")
+                if ready:
+                    events = steps.send(ready)
+        except StopIteration as end:
+            return end.value
+
+
+_PG_INHERITED: list[Any] = []  # a parent's connections: never closed, never freed
+
+
+class _UnreachableError(Exception):
+    """No connection came about; its cause says why."""
+
+
+class _PgLink:
+    """A connection of ours, in autocommit."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.pid = os.getpid()
+        self.patience = _Patience(connection.fileno())
+        connection.wait = self.patience.wait
+        self._cursor = connection.cursor()
+
+    def rows(self, sql: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        self._cursor.execute(sql, params)
+        return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
+
+    def do(self, sql: str, params: dict[str, Any] | None = None) -> None:
+        self._cursor.execute(sql, params)
+
+    def usable(self) -> bool:
+        """Whether nothing is in flight on it, nor has the server closed it."""
+        return (
+            not self.connection.closed
+            and self.connection.info.transaction_status == 0
+            and not _poll(self.patience.fd, 1, 0)
+        )
+
+    def close(self) -> None:
+        if self.pid == os.getpid():
+            self.connection.close()
+
+    def abandon(self) -> None:
+        """In a child: let go of the descriptor only.  The parent's session goes
+        on, and must end when the parent does."""
+        if not self.connection.closed:
+            os.close(self.patience.fd)
+        _PG_INHERITED.append(self.connection)
+
+
+class _PgPool:
+    """At most so many connections; the last one used is the next one used."""
+
+    def __init__(self, size: int) -> None:
+        self._slots = threading.Semaphore(size)
+        self._free: list[_PgLink] = []
+        self._all: set[_PgLink] = set()
+        self.closed = False
+
+    def lend(self, deadline: float, connect: Callable[[], _PgLink]) -> _PgLink | None:
+        """A connection to give back(), or None if none comes free in time."""
+        if not self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return None
+        try:
+            while self._free:
+                link = self._free.pop()
+                if link.usable():
+                    break
+                self._drop(link)
+            else:
+                link = connect()
+                self._all.add(link)
+        except BaseException:
+            self._slots.release()
+            raise
+        link.patience.deadline = deadline
+        return link
+
+    def give_back(self, link: _PgLink) -> None:
+        if link.usable() and not self.closed:
+            self._free.append(link)
+        else:
+            self._drop(link)
+        self._slots.release()
+
+    def _drop(self, link: _PgLink) -> None:
+        self._all.discard(link)
+        link.close()
+
+    def close(self) -> None:
+        self.closed = True
+        while self._free:
+            self._drop(self._free.pop())
+
+    def abandon(self) -> None:
+        for link in self._all:
+            link.abandon()
+        self._all.clear()
+        self._free.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _PgSession:
+    """Proof of life: a lock that the server drops with the connection.
+
+    The connection also listens while somebody waits, and only then: messages
+    that nobody reads would in the end keep the server from vacuuming.
+    """
+
+    def __init__(self, link: _PgLink, number: int) -> None:
+        self.link = link
+        self.number = number
+        self.lock = threading.Lock()  # the connection is for one thread at a time
+        self.gone = False
+        self.told: list[Any] = []  # what it heard while it was asked something
+        link.connection.add_notify_handler(self.told.append)
+
+    def lost(self) -> bool:
+        """Whether the server has ended it, as far as is known here."""
+        if not self.gone and self.lock.acquire(False):
+            try:
+                self.gone = not self.link.usable()
+            finally:
+                self.lock.release()
+        return self.gone
+
+    def close(self) -> None:
+        """End it at once, even under a thread that waits on it."""
+        self.gone = True
+        if self.link.pid != os.getpid() or self.link.connection.closed:
+            return
+        if self.lock.acquire(False):
+            try:
+                self.link.close()
+            finally:
+                self.lock.release()
+        else:
+            import socket
+
+            with socket.socket(fileno=os.dup(self.link.patience.fd)) as twin:
+                twin.shutdown(socket.SHUT_RDWR)
+
+    def hear(self, seconds: float) -> bool:
+        """Sleep until the server says something, or for so long."""
+        pgconn = self.link.connection.pgconn
+        if self.told:
+            return True
+        if not _poll(self.link.patience.fd, 1, seconds):
+            return False
+        pgconn.consume_input()
+        while pgconn.notifies():
+            pass
+        return True
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _PgWatch(_Watch):
+    """Sleeps until a producer tells, or without LISTEN for a short while."""
+
+    def _listen(self, data: Any, seconds: float) -> bool:
+        return bool(data(seconds))
+
+
+class _PgBell:
+    """Tells waiting workers of new jobs, at most once in _PG_QUIET.
+
+    A transaction with a NOTIFY commits under a lock that all of a cluster's
+    share, so busy producers tell rarely.  Whoever was kept from it owes a
+    telling, which the next put pays, or a thread when none comes in time.
+    """
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._engine_ring = weakref.WeakMethod(ring)
+        self._lock = threading.Lock()
+        self._told = -math.inf
+        self.owing = False
+        self._payer: threading.Thread | None = None
+
+    def ask(self) -> bool:
+        """Whether a statement is to tell; if so, what was owed is paid."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._told < _PG_QUIET:
+                return False
+            self._told = now
+            self.owing = False
+            return True
+
+    def owe(self) -> None:
+        """A change that did not tell was committed."""
+        with self._lock:
+            self.owing = True
+            if self._payer is None:
+                self._payer = threading.Thread(target=self._pay, daemon=True)
+                self._payer.start()
+
+    def _pay(self) -> None:
+        """Pay what is owed; end after a while without debts."""
+        idle = 0
+        while idle < 20:
+            time.sleep(_PG_QUIET)
+            idle += 1
+            if self.owing:
+                with self._lock:
+                    self.owing, self._told = False, time.monotonic()
+                self._ring()
+                idle = 0
+        with self._lock:
+            self._payer = None
+            owing = self.owing
+        if owing:
+            self.owe()
+
+    def settle_up(self) -> None:
+        if self.owing:
+            self.owing = False
+            self._ring()
+
+    def _ring(self) -> None:
+        ring = self._engine_ring()
+        if ring is not None:
+            ring()
+
+
+class _PgCore(_Database):
+    """Connections to one server, and what becomes of its errors."""
+
+    steady_leases = False  # the server's wall clock is the only one that all see
+
+    def __init__(self, url: str, name: str, **options: Any) -> None:
+        super().__init__(url, name, **options)
+        self.path = _masked(url)
+        self._driver = _psycopg()
+        self._secrets: set[str] = set()
+        found, self._conninfo = self._read_url(url)
+        self._schema: str = found["schema"]
+        self._notify: bool = found["notify"]
+        self._size: int = found["pool"]
+        self._keepalive: int = found["keepalive"]
+        place = crc32(f"{self._schema} {name}".encode())
+        self._channel = f"tiny_queue_{place:08x}"  # a clash costs idle looks only
+        self._family = crc32(f"tiny_queue {self._schema}".encode()) & 0x7FFFFFFF
+        self._words = {
+            "HOME": f'"{self._schema}"', "NOW": _PG_NOW, "ROW": _PG_ROW,
+            "TELL": _PG_TELL, "LAZY": _PG_LAZY, "PARCEL": _PG_PARCEL,
+        }  # fmt: skip
+        self._texts: dict[str, str] = {}
+        self._reset()
+        _ENGINES.add(self)
+
+    def _ring(self) -> None:
+        raise NotImplementedError
+
+    def _reset(self) -> None:
+        """Forget all that a process may not share with its parent."""
+        self._begin()
+        self._made = False  # whether the tables were found
+        self._registered = False  # and the queue's name is there
+        self._session: _PgSession | None = None
+        self._session_lock = threading.Lock()
+        self._pool = _PgPool(self._size)
+        self._watch = _PgWatch()
+        self._bell = _PgBell(self._ring)
+        self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._home: object = None
+
+    def forked(self) -> None:
+        self._pool.abandon()
+        if self._session is not None:
+            self._session.link.abandon()
+        self._reset()
+
+    def _read_url(self, url: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Our options with their defaults, and libpq's parameters."""
+        base, query = _split_url(url)
+        options = {name: default for name, (_, default) in _PG_OPTIONS.items()}
+        pq = self._driver.pq.Conninfo.get_defaults()
+        known = {option.keyword.decode() for option in pq} | {"ssl"}
+        rest = []
+        for item in filter(None, query.split("&")):
+            name, _, text = item.partition("=")
+            if name in _PG_OPTIONS:
+                options[name] = _PG_OPTIONS[name][0](_unquoted(text))
+            elif name in known:
+                rest.append(item)
+                if "password" in name:
+                    self._secrets |= {text, _unquoted(text)} - {""}
+            else:
+                raise ValueError(
+                    f"path: no option {name!r} in PostgreSQL URLs; known are"
+                    f" {', '.join([*_PG_OPTIONS, *sorted(known)])}"
+                )
+        try:
+            found = self._driver.conninfo.conninfo_to_dict(
+                base + "?" * bool(rest) + "&".join(rest)
+            )
+        except self._driver.Error as exc:
+            reason = self._clean(str(exc), _password_in(url))
+            raise ValueError(f"path: {self.path!r} is no URL: {reason}") from None
+        self._secrets |= {found[key] for key in found if "password" in key}
+        self._secrets |= _password_in(url)
+        return options, found
+
+    def _clean(self, text: str, secrets: Iterable[str] = ()) -> str:
+        """What may be shown of the driver's words: one line, no password."""
+        for secret in sorted({*self._secrets, *secrets}, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return " ".join(text.split())
+
+    # Connections
+
+    def _connect(self) -> _PgLink:
+        """A new connection that never waits beyond lock_timeout."""
+        lasting = max(self._lock_timeout, 1.0)
+        hosts = str(self._conninfo.get("host", "")).count(",") + 1
+        milliseconds = int(min(lasting * 1000, 2**31 - 1))
+        conninfo = {
+            "connect_timeout": math.ceil(min(lasting, 1e6) / hosts),
+            "client_encoding": "utf8",
+            "fallback_application_name": "tiny_queue",
+            "keepalives_idle": self._keepalive,
+            "keepalives_interval": max(1, self._keepalive // 3),
+            "keepalives_count": 3,
+            "tcp_user_timeout": milliseconds,
+            **self._conninfo,
+        }
+        link = None
+        try:
+            threshold = 5 if self._notify else None  # a pooler mixes sessions up
+            link = _PgLink(
+                self._driver.connect(
+                    autocommit=True, prepare_threshold=threshold, **conninfo
+                )
+            )
+            link.patience.deadline = time.monotonic() + lasting
+            if self._notify:
+                self._set_up(link, milliseconds)
+            return link
+        except BaseException as exc:
+            if link is not None:
+                link.close()
+            if isinstance(exc, (self._driver.Error, OSError)):
+                raise _UnreachableError from exc
+            raise
+
+    def _set_up(self, link: _PgLink, milliseconds: int) -> None:
+        # Each statement is a few steps in an index.  The planner must not think
+        # otherwise because its statistics were made while the queue was empty.
+        settings = {
+            "lock_timeout": milliseconds,
+            "statement_timeout": min(6 * milliseconds, 2**31 - 1),
+            "idle_in_transaction_session_timeout": milliseconds,
+            "idle_session_timeout": 0,
+            "default_transaction_isolation": "read committed",
+            "jit": "off",
+            "enable_seqscan": "off",
+            "enable_bitmapscan": "off",
+            "enable_hashjoin": "off",
+            "enable_mergejoin": "off",
+            "tcp_keepalives_idle": self._keepalive,
+            "tcp_keepalives_interval": max(1, self._keepalive // 3),
+            "tcp_keepalives_count": 3,
+            "tcp_user_timeout": 3 * max(1, self._keepalive) * 1000,
+        }
+        text = json.dumps({key: str(value) for key, value in settings.items()})
+        link.rows(_PG_SET_UP, {"settings": text})
+
+    def _run(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        again: bool = False,
+        bulk: bool = False,
+        write: bool = False,
+        nothing: Any = None,
+    ) -> Any:
+        """Run body(link, doubt, *args) on a connection, within lock_timeout.
+
+        What certainly was not carried out is tried again; `again` says that
+        body can also repeat what may have been, and `doubt` tells it that.
+        `nothing` is the answer where nothing was ever written.
+        """
+        if self._pid != os.getpid():
+            self.forked()
+        lasting = max(self._lock_timeout, 1.0) * (6 if bulk else 1)
+        deadline = time.monotonic() + lasting
+        pause, doubt = 0.01, False
+        while True:
+            link, sent = None, False
+            try:
+                link = self._lend(deadline)
+                if not self._ready(link, write):
+                    return nothing
+                sent = True
+                return body(link, doubt, *args)
+            except (self._driver.Error, OSError, _UnreachableError) as exc:
+                error, retried, lost = self._judge(exc, link)
+                doubt = doubt or (sent and lost)
+                late = time.monotonic() + pause >= deadline
+                if late or not retried or (sent and lost and not again):
+                    raise (self._in_doubt(error) if doubt else error) from exc
+                _log().warning("%s; next try in %.2f s", error, pause)
+            finally:
+                if link is not None:
+                    self._pool.give_back(link)
+            time.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    def _lend(self, deadline: float) -> _PgLink:
+        self._check_open()
+        start = time.monotonic()
+        link = self._pool.lend(min(deadline, start + self._lock_timeout), self._connect)
+        if link is None:
+            raise LockTimeoutError(
+                f"queue {self.path!r}: all {self._size} connections of its pool were in"
+                f" use for {self._lock_timeout:g} s; give the URL a larger ?pool=",
+                path=self.path,
+                timeout=self._lock_timeout,
+            )
+        link.patience.deadline = deadline + 0.25  # the server's own timeouts say more
+        return link
+
+    def _judge(
+        self, exc: Exception, link: _PgLink | _PgGuest | None
+    ) -> tuple[QueueError, bool, bool]:
+        """Our error for the driver's; whether another try may help; whether
+        nobody can tell if the statement was carried out."""
+        unreachable = isinstance(exc, _UnreachableError)
+        exc = cast(Exception, exc.__cause__) if unreachable else exc
+        code = getattr(exc, "sqlstate", None)
+        text = self._clean(str(exc))
+        kind, advice = _PG_ADVICE.get(code or "", (QueueError, "nothing was changed"))
+        if isinstance(exc, TimeoutError):
+            kind, advice = LockTimeoutError, "is it stopped, or the network cut?"
+        if code in ("42P01", "3F000"):
+            self._made = self._registered = False
+        data: dict[str, Any] = {"path": self.path, "sqlstate": code}
+        if kind is LockTimeoutError:
+            data["timeout"] = self._lock_timeout
+        if code == "53100":
+            data["errno"] = errno.ENOSPC
+        error = kind(f"queue {self.path!r}: {text}; {advice}", **data)
+        if unreachable or link is None:
+            return error, not _PG_FINAL.search(text), False
+        if code in _PG_RETRIED:
+            return error, True, False
+        lost = isinstance(exc, OSError) or bool(link.connection.closed)
+        return error, lost, lost
+
+    def _in_doubt(self, error: QueueError) -> QueueError:
+        """The statement may have been carried out: nothing else is known."""
+        return type(error)(
+            f"{error}; the outcome is unknown: look whether it was carried out, or"
+            " repeat it in a form that does no harm twice (a put by its id with"
+            " exist_ok)",
+            **{**vars(error), "outcome_unknown": True},
+        )
+
+    # Tables
+
+    def _ready(self, link: _PgLink, write: bool) -> bool:
+        """Whether the tables are there, of this version; a writer makes them,
+        and registers the queue."""
+        if self._registered or (self._made and not write):
+            return True
+        there = link.rows(_PG_HAS, {"schema": self._schema})[0][0]
+        if not there and write:
+            self._create(link)
+        elif not there:
+            return False
+        rows = link.rows(self._sql(_PG_FIND_VERSION), {})
+        version = rows[0][0] if rows else None
+        if version != _PG_VERSION:
+            raise QueueError(
+                f"queue {self.path!r}: the tables in schema {self._schema!r} are of"
+                f" version {version}, and this tiny_queue {__version__} knows"
+                f" {_PG_VERSION}; use the same version of it everywhere, or another"
+                " ?schema=",
+                path=self.path,
+            )
+        if write:
+            link.do(self._sql(_PG_REGISTER), {"queue": self._name})
+        self._made, self._registered = True, write
+        return True
+
+    def _create(self, link: _PgLink) -> None:
+        """One of all who come first makes them, the others wait for it."""
+        with link.connection.transaction():
+            link.do(_PG_MAKERS_LOCK, {"family": self._family})
+            there, schema = link.rows(_PG_HAS, {"schema": self._schema})[0]
+            if not schema:
+                link.do(self._sql(_PG_MAKE_SCHEMA))
+            if not there:
+                link.do(self._sql(_PG_MAKE))
+
+    def _sql(self, template: str, **words: str) -> str:
+        """A statement with the schema in its place; no user's text."""
+        key = template + "".join(words.values()) if words else template
+        text = self._texts.get(key)
+        if text is None:
+            words = {**self._words, **words}
+            names = "|".join(words)
+            while re.search(rf"\b({names})\b", template):
+                template = re.sub(rf"\b({names})\b", lambda m: words[m[1]], template)
+            text = self._texts[key] = template
+        return text
+
+    # The caller's transaction
+
+    def _within(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
+        """Run body in the transaction that is open on the caller's connection;
+        its errors are final, as is a transaction that failed."""
+        if self._pid != os.getpid():
+            self.forked()
+        if not isinstance(connection, self._driver.Connection):
+            raise TypeError(
+                "connection: must be a psycopg.Connection, not"
+                f" {type(connection).__name__}"
+            )
+        status = connection.info.transaction_status
+        if status == 0 and connection.autocommit:
+            raise ValueError(
+                "connection: no transaction is open on it, so this would commit by"
+                " itself; use it inside `with connection.transaction():`"
+            )
+        if status not in (0, 2):
+            raise ValueError(
+                f"connection: it cannot run a statement now ({status.name}); roll back"
+                " or reconnect first"
+            )
+        self._check_open()
+        guest = _PgGuest(self._driver, connection)
+        try:
+            if connection not in self._joined:
+                self._check_home(guest)
+                self._joined.add(connection)
+            return body(guest, False, *args)
+        except self._driver.Error as exc:
+            raise self._judge(exc, guest)[0] from exc
+
+    def _check_home(self, guest: _PgGuest) -> None:
+        """Its database must be ours, or nothing commits together."""
+        where = guest.rows(self._sql(_PG_WHERE), {})
+        if where != self._home:
+            home = _PG_WHERE
+            self._home = self._run(
+                lambda link, _: link.rows(self._sql(home), {}), again=True, write=True
+            )
+        if where != self._home:
+            raise ValueError(
+                f"connection: it is to another database than queue {self.path!r}; only"
+                " the same one can commit both together"
+            )
+
+
+class _PgGuest:
+    """The caller's connection, as far as a verb needs one."""
+
+    def __init__(self, driver: Any, connection: Any) -> None:
+        self.connection = connection
+        self._cursor = driver.Cursor(connection, row_factory=driver.rows.tuple_row)
+
+    def rows(self, sql: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        self._cursor.execute(sql, params)
+        if self._cursor.description is None:
+            return []
+        return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
+
+
+def _masked(url: str) -> str:
+    """A URL for people: without passwords."""
+    base, query = _split_url(url)
+    base = re.sub(r"(?s)(?<=://)([^:@/]*):(.*)@", r"\1:***@", base)
+    return base + "?" * bool(query) + re.sub(r"(?i)(password=)[^&]*", r"\1***", query)
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    """What stands before the query, and the query; as libpq tells them apart."""
+    base = cast("re.Match[str]", re.match(r"[^:]*://(?:[^/@]*@)?[^?]*", url))[0]
+    return base, url[len(base) + 1 :]
+
+
+def _password_in(url: str) -> set[str]:
+    found = re.search(r"(?s)(?<=://)[^:@/]*:(.*)@", _split_url(url)[0])
+    return {found[1], _unquoted(found[1])} - {""} if found else set()
+
+
+def _unquoted(text: str) -> str:
+    import urllib.parse
+
+    return urllib.parse.unquote(text)
+
+
+class _PgLeases(_PgCore):
+    """Putting, leasing, and telling whose lease is over."""
+
+    def _ask(self, link: Any, template: str, **params: Any) -> list[tuple[Any, ...]]:
+        common = {
+            "queue": self._name, "channel": self._channel, "tell": False,
+            "lazy": not self._fsync, "family": self._family,
+        }  # fmt: skip
+        if isinstance(link, _PgGuest):  # whose commits are not ours to hasten
+            common.update(lazy=False, tell=self._notify)
+            params.pop("tell", None)
+        return cast(
+            "list[tuple[Any, ...]]",
+            link.rows(self._sql(template), {**common, **params}),
+        )
+
+    def _rows(
+        self, template: str, again: bool = True, bulk: bool = False, **params: Any
+    ) -> list[tuple[Any, ...]]:
+        """The answer to one statement; none where nothing was ever written."""
+        return cast(
+            "list[tuple[Any, ...]]",
+            self._run(
+                lambda link, _: self._ask(link, template, **params),
+                again=again,
+                bulk=bulk,
+                nothing=[],
+            ),
+        )
+
+    def _view(self, row: Sequence[Any], holder: object = None) -> Job:
+        shown: Callable[..., Job] = self._shown
+        return shown(*row[:-1], json.loads(row[-1]), holder)
+
+    def _telling(self, soon: bool, body: Callable[[bool], Any]) -> Any:
+        """Run what may make a job due soon, and tell the waiting, or owe it."""
+        if not (soon and self._notify):
+            return body(False)
+        owed, tell = self._bell.owing, self._bell.ask()
+        try:
+            result = body(tell)
+        except BaseException:
+            if tell and owed:
+                self._bell.owe()
+            raise
+        if not tell:
+            self._bell.owe()
+        return result
+
+    def _ring(self) -> None:
+        try:
+            if not self._closed:
+                self._rows(_PG_RING, tell=True, lazy=True)
+        except QueueError as exc:
+            _log().warning("waiting workers not told of new jobs: %s", exc)
+
+    # Insert
+
+    def insert(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
+        ids = [self._fresh() if item.id is None else item.id for item in new]
+        if len(new) > 1:
+            body: Callable[..., Any] = self._put_many
+            args: tuple[Any, ...] = (new, ids)
+            again, bulk = False, True
+        else:
+            body, args = self._put, (new[0], ids[0], exist_ok)
+            again, bulk = exist_ok and new[0].id is not None, False
+        if connection is not None:
+            if not self._registered:
+                self._run(lambda *_: None, again=True, write=True)
+            return cast("list[Job]", self._within(connection, body, True, *args))
+        soon = any(item.delay <= _TICK or item.at is not None for item in new)
+        return cast(
+            "list[Job]",
+            self._telling(
+                soon,
+                lambda tell: self._run(
+                    body, tell, *args, again=again, bulk=bulk, write=True
+                ),
+            ),
+        )
+
+    def _put(
+        self, link: Any, doubt: bool, tell: bool, new: _New, id: str, exist_ok: bool
+    ) -> list[Job]:
+        key = _to_column(id)
+        for _ in range(10):
+            rows = self._ask(
+                link, _PG_PUT, id=key, priority=new.priority, at=new.at,
+                delay=new.delay, max_retries=new.max_retries, payload=new.text,
+                tell=tell,
+            )  # fmt: skip
+            if rows:
+                created_at, run_at = rows[0][:2]
+                return [self._new_job(new, id, created_at, run_at)]
+            found = self._ask(link, _PG_FIND, id=key)
+            if found and exist_ok:
+                return [self._view(found[0])]
+            if found:
+                raise self._duplicate(self._view(found[0]))
+        raise QueueError(f"queue {self.path!r}: job {id!r} comes and goes; try again")
+
+    def _put_many(
+        self, link: Any, doubt: bool, tell: bool, new: Sequence[_New], ids: list[str]
+    ) -> list[Job]:
+        """In the caller's transaction an error would spoil all of it, so there
+        what came before a live id is taken out again."""
+        guest = isinstance(link, _PgGuest)
+        keys = [_to_column(id) for id in ids]
+        rows = []
+        try:
+            rows = self._ask(
+                link,
+                self._sql(
+                    _PG_PUT_MANY,
+                    IF_ALIVE="ON CONFLICT (queue, id) DO NOTHING" if guest else "",
+                ),
+                ids=keys,
+                payloads=[item.text for item in new],
+                priority=new[0].priority,
+                delay=new[0].delay,
+                tell=tell,
+            )
+        except self._driver.errors.UniqueViolation:
+            pass
+        if rows and rows[0][3] is None:
+            now = rows[0][0]
+            run_at = now + new[0].delay if new[0].delay else 0.0
+            return [self._new_job(item, id, now, run_at) for item, id in zip(new, ids)]
+        if rows:
+            self._ask(link, _PG_UNPUT, ids=rows[0][3])
+        found = self._ask(link, _PG_FIRST_OF, ids=keys)
+        raise self._duplicate(self._view(found[0]))
+
+    # Lease
+
+    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
+        news = self._watch.news
+        session = self._live_session() if held and self._notify else None
+        lapses: list[_Lapse] = []
+        looked = time.monotonic() - self._looked >= _TICK
+        if looked:
+            lapses = self._look(n)[1]
+        jobs, due = self._take(n, seconds, session)
+        if not (jobs or looked or again):
+            revived, lapses = self._look(n)
+            if revived:
+                jobs, due = self._take(n, seconds, session)
+        return _Leased(jobs, lapses, (news, time.monotonic() + due))
+
+    def _take(
+        self, n: int, seconds: float, session: _PgSession | None
+    ) -> tuple[list[Job], float]:
+        """Jobs; if there are none, in how many seconds one will be due."""
+        call = self._fresh() + "-"
+        owner = session.number if session else 0
+        none = [(None, None, None)]
+        rows = self._run(
+            self._taking, n, seconds, owner, call, again=True, nothing=none
+        )
+        due = rows[0][0]
+        jobs = [self._view(row[3:], session) for row in rows if row[2] is not None]
+        return jobs, math.inf if due is None else max(0.0, due)
+
+    def _taking(
+        self, link: Any, doubt: bool, n: int, seconds: float, owner: int, call: str
+    ) -> list[tuple[Any, ...]]:
+        if doubt:  # an earlier try may have leased, and nobody knew
+            mine = self._ask(link, _PG_MINE, call=call)
+            if mine:
+                return [(None, None, *row) for row in mine]
+        one = self._sql(_PG_TAKE, N="1" if n == 1 else "%(n)s")
+        take = functools.partial(
+            self._ask, link, one, n=n, seconds=seconds, owner=owner, call=call,
+            lazy=True,
+        )  # fmt: skip
+        rows = take(ripe=False)
+        due = rows[0][0]
+        if due is not None and due <= 0 and rows[0][2] is None:
+            self._ask(link, _PG_RIPEN, n=max(n, _PG_RIPE), lazy=True)
+            rows = take(ripe=True)
+        return rows
+
+    # Who is alive
+
+    def _look(self, n: int) -> tuple[bool, list[_Lapse]]:
+        """Move jobs that a dead holder had for the first time to the front, up
+        to n; whether there were any, and the other lapses."""
+        self._looked = time.monotonic()
+        first, others = [], []
+        for lapse, priority in self._over(math.inf):
+            if lapse.lapses == 0 and lapse.attempts <= lapse.max_retries:
+                first.append((-priority, lapse))
+            else:
+                others.append(lapse)
+        if not first:
+            return False, others
+        first.sort(key=lambda item: item[0])
+        if len(first) > n:
+            self._looked = -math.inf  # look again for the rest
+        lapses = [lapse for _, lapse in first]
+        self._rows(
+            _PG_REVIVE,
+            ids=[_to_column(lapse.id) for lapse in lapses],
+            revs=[lapse.rev for lapse in lapses],
+            errors=[_to_column(lapse.reason) for lapse in lapses],
+            n=n,
+            front=_PG_FRONT,
+        )
+        return True, others
+
+    def _over(self, older_than: float) -> list[tuple[_Lapse, int]]:
+        """Leases that ended unsettled, with their priorities, in order."""
+        rows = self._rows(_PG_LAPSED, older_than=older_than)
+        over, moved = [], False
+        for id, rev, attempts, retries, lapses, priority, moved_from, why in rows:
+            if moved_from is not None:
+                moved = True
+                continue
+            retries = self._retries(retries)
+            reason = f"{why} (delivery {attempts} of {retries + 1})"
+            lapse = _Lapse(_from_column(id), rev, attempts, retries, lapses, reason)
+            over.append((lapse, priority))
+        if moved:
+            self._rows(_PG_LET_GO_LAPSED)
+        return over
+
+    def lapsed(self, older_than: float) -> list[_Lapse]:
+        return [lapse for lapse, _ in self._over(older_than)]
+
+    def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
+        if not verdicts:
+            return 0
+        params: dict[str, Any] = {
+            "ids": [_to_column(lapse.id) for lapse, _, _ in verdicts],
+            "revs": [lapse.rev for lapse, _, _ in verdicts],
+            "delays": [delay for _, delay, _ in verdicts],
+            "errors": [_to_column(error) for _, _, error in verdicts],
+        }
+        rows = self._telling(
+            True, lambda tell: self._rows(_PG_GIVE_BACK, tell=tell, **params)
+        )
+        return cast(int, rows[0][0]) if rows else 0
+
+    def _live_session(self) -> _PgSession:
+        """This object's proof of life; a lost one is replaced, and its jobs
+        that nobody has taken over are ours still."""
+        if self._pid != os.getpid():
+            self.forked()
+        with self._session_lock:
+            session = self._session
+            if session is None or session.lost():
+                self._session = self._new_session()
+                if session is not None:
+                    session.close()
+                    self._rename(session.number, self._session.number)
+            return cast(_PgSession, self._session)
+
+    def _new_session(self) -> _PgSession:
+        """On a connection of its own: the one lent goes back to the pool."""
+        return cast(
+            _PgSession,
+            self._run(lambda *_: self._open_session(), again=True)
+            or self._open_session(),  # there are no tables yet
+        )
+
+    def _open_session(self) -> _PgSession:
+        own = self._connect()
+        try:
+            while True:
+                number = random.getrandbits(30) + 1
+                if self._ask(own, _PG_LOCK, owner=number)[0][0]:
+                    return _PgSession(own, number)
+        except BaseException:
+            own.close()
+            raise
+
+    def _rename(self, old: int, new: int) -> None:
+        _log().warning(
+            "queue %r: lost the connection that proves that owner %d lives; it goes on"
+            " as owner %d",
+            self.path,
+            old,
+            new,
+        )
+        self._rows(_PG_RENAME, old=old, owner=new)
+
+    # Waiting
+
+    def wait(self, seen: object, seconds: float) -> None:
+        news, due = cast("tuple[int, float]", seen)
+        seconds = min(seconds, max(0.0, due - time.monotonic()))
+        if seconds > 0:
+            self._watch.wait(news, cast(Any, self._hear), seconds)
+        else:
+            time.sleep(1e-3)  # due, and another process is at it
+
+    def _hear(self, seconds: float) -> bool:
+        """Listen, look whether something came before that, then sleep."""
+        if not self._notify:
+            time.sleep(min(seconds, _PG_POLL))
+            return True
+        session = self._live_session()
+        with session.lock:
+            try:
+                return self._listen_on(session, seconds)
+            except (self._driver.Error, OSError, QueueError):
+                session.gone = True  # the next lease says so and opens another
+                return True
+            finally:
+                if self._closed:
+                    session.link.close()
+
+    def _listen_on(self, session: _PgSession, seconds: float) -> bool:
+        link, answer = session.link, max(self._lock_timeout, 1.0)
+        link.patience.deadline = time.monotonic() + answer
+        session.told.clear()
+        try:
+            link.do(f"LISTEN {self._channel}")
+            ready, due = False, None
+            if self._ready(link, False):
+                ready, due = self._ask(link, _PG_PEEK)[0]
+            if ready:
+                time.sleep(1e-3)  # or it would be a busy loop around a locked job
+                return True
+            seconds = seconds if due is None else min(seconds, due)
+            return session.hear(max(0.0, seconds))
+        finally:
+            link.patience.deadline = time.monotonic() + answer
+            link.do(f"UNLISTEN {self._channel}")
+
+
+class _PgEngine(_PgLeases):
+    """The engine for postgresql:// URLs."""
+
+    # Settle, extend
+
+    def settle(
+        self,
+        job: Job,
+        outcome: str,
+        delay: float = 0.0,
+        error: str | None = None,
+        counted: bool = True,
+        connection: Any = None,
+    ) -> None:
+        template = {"done": _PG_DONE, "pending": _PG_BACK, "dead": _PG_BURY}[outcome]
+        params: dict[str, Any] = {"id": _to_column(job.id), "token": job.token}
+        if outcome != "done":
+            params["error"] = None if error is None else _to_column(error)
+        if outcome == "pending":
+            params.update(delay=delay, counted=counted)
+        if connection is not None:
+            if not self._made:
+                self._run(lambda *_: None, again=True)
+            done = self._within(connection, self._settle, job, template, params)
+            if not done:
+                raise self._lost(job)
+            return
+        done = self._telling(
+            outcome == "pending" and delay <= _TICK,
+            lambda tell: self._run(
+                self._settle, job, template, {**params, "tell": tell}, again=True
+            ),
+        )
+        if not done:
+            raise self._lost(job)
+
+    def _settle(
+        self, link: Any, doubt: bool, job: Job, template: str, params: dict[str, Any]
+    ) -> bool:
+        """Settled twice it finds nothing, and so does a lease that was lost."""
+        done = bool(self._ask(link, template, **params))
+        if doubt and not done:
+            raise self._in_doubt(
+                QueueError(
+                    f"queue {self.path!r}: the connection was lost while job"
+                    f" {job.id!r} was settled, and now it is settled, or its lease was"
+                    " lost before",
+                    id=job.id,
+                    path=self.path,
+                )
+            )
+        return done
+
+    def extend(self, job: Job, seconds: float) -> Job:
+        session = self._live_session() if self._notify else None
+        rows = self._rows(
+            _PG_EXTEND,
+            id=_to_column(job.id),
+            token=job.token,
+            seconds=seconds,
+            owner=session.number if session else 0,
+            lazy=True,
+        )
+        if not rows:
+            raise self._lost(job)
+        return self._view(rows[0][1:], session)
+
+    # Looking
+
+    def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
+        states = _PG_STATES[state]
+        rows = self._rows(_PG_SNAPSHOT, bulk=True, states=states, limit=limit)
+        return self._pages((rows and rows[0][0]) or "", states)
+
+    def _pages(self, ids: str, states: list[str]) -> Iterator[Job]:
+        """Read the jobs page by page; what left these states is left out."""
+        start = 0
+        while start < len(ids):
+            page: list[str] = []
+            while len(page) < _PG_PAGE and start < len(ids):
+                end = ids.find("\n", start)
+                end = len(ids) if end < 0 else end
+                page.append(ids[start:end])
+                start = end + 1
+            rows = self._rows(_PG_PAGE_OF, ids=page, states=states)
+            found = {row[0]: row for row in rows}
+            yield from [self._view(found[id]) for id in page if id in found]
+
+    def find(self, id: str) -> Job:
+        rows = self._rows(_PG_FIND, id=_to_column(id))
+        if not rows:
+            raise self._unknown(id, "pending, inflight or dead")
+        return self._view(rows[0])
+
+    def counts(self) -> Stats:
+        rows = self._rows(_PG_COUNTS, bulk=True)
+        return Stats(*rows[0]) if rows else Stats(0, 0, 0, 0, 0, None, None, 0)
+
+    def names(self) -> list[str] | None:
+        found = self._run(
+            lambda link, _: link.rows(self._sql(_PG_NAMES), {}), again=True
+        )
+        return None if found is None else [row[0] for row in found]
+
+    def verify(self) -> list[Damage]:
+        """Have the server read every job; its own checksums speak."""
+        number = 0
+        try:
+            for _ in self.records(None, None):
+                number += 1
+        except QueueError as exc:
+            if getattr(exc, "sqlstate", None) not in ("XX001", "XX002"):
+                raise
+            return [Damage(f"{self._schema}.tiny_queue_job", number + 1, str(exc))]
+        return []
+
+    def compact(self) -> None:
+        raise QueueError(
+            f"queue {self.path!r}: there is nothing to compact, as the server reuses"
+            " the space of jobs that are gone by itself",
+            path=self.path,
+        )
+
+    # Removing, replaying
+
+    def requeue(self, id: str | None) -> int:
+        if id is None:
+            return self._requeue_all()
+        rows = self._telling(
+            True,
+            lambda tell: self._rows(
+                _PG_REQUEUE_ONE, again=False, id=_to_column(id), tell=tell
+            ),
+        )
+        if not rows:
+            raise self._unknown(id, "dead")
+        return 1
+
+    def _requeue_all(self) -> int:
+        last = self._rows(_PG_LAST_DEATH)
+        if not last or last[0][0] is None:
+            return 0
+        return cast(
+            int,
+            self._telling(
+                True,
+                lambda tell: self._many(
+                    _PG_REQUEUE, last=last[0][0], n=_PG_BATCH, tell=tell
+                ),
+            ),
+        )
+
+    def _many(self, template: str, **params: Any) -> int:
+        """Repeat a statement of bounded size until it finds nothing."""
+        total, count = 0, 1
+        while count:
+            rows = self._rows(template, again=False, bulk=True, **params)
+            count = rows[0][0] if rows else 0
+            total += count
+        return total
+
+    def remove(self, id: str) -> bool:
+        return bool(self._rows(_PG_REMOVE, again=False, id=_to_column(id)))
+
+    def purge(self, state: str, older_than: float) -> int:
+        start = self._rows(_PG_CLOCK) or [(0.0,)]
+        return self._many(
+            _PG_PURGE,
+            states=_PG_STATES[state],
+            start=start[0][0],
+            older_than=older_than,
+            n=_PG_BATCH,
+        )
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            self.forked()
+        if self._closed:
+            return
+        self._bell.settle_up()
+        self._closed = True
+        self._watch.close()
+        with self._session_lock:
+            if self._session is not None:
+                self._session.close()
+        self._pool.close()
+
+    # Moving
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        parcels: list[_Parcel] = []
+        for internal, placing in _PG_HOLDING[state]:
+            left = n - len(parcels)
+            if left > 0:
+                text = self._sql(_PG_HOLD, STATE=internal, PLACING=placing)
+                rows = self._rows(
+                    text, again=False, bulk=True, n=left, seconds=seconds,
+                    prefix=prefix, state=state, end=f"-{state}",
+                )  # fmt: skip
+                parcels += [self._parcel(row) for row in rows]
+        return parcels
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        rows = self._rows(_PG_HELD, bulk=True, prefix=prefix)
+        return [self._parcel(row) for row in rows]
+
+    def _parcel(self, row: Sequence[Any]) -> _Parcel:
+        parcel = _Parcel(*row[: len(_Parcel._fields)])
+        error = parcel.last_error
+        return parcel._replace(
+            id=_from_column(parcel.id),
+            last_error=None if error is None else _from_column(error),
+        )
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        if not parcels:
+            return
+        columns: dict[str, list[Any]] = {
+            field: [getattr(parcel, field) for parcel in parcels]
+            for field in _Parcel._fields
+        }
+        columns["id"] = [_to_column(id) for id in columns["id"]]
+        columns["last_error"] = [
+            None if error is None else _to_column(error)
+            for error in columns["last_error"]
+        ]
+        self._run(self._adopt, columns, seconds, bulk=True, write=True)
+
+    def _adopt(
+        self, link: Any, doubt: bool, columns: dict[str, list[Any]], seconds: float
+    ) -> None:
+        try:
+            self._ask(link, _PG_ADOPT, seconds=seconds, **columns)
+        except self._driver.errors.UniqueViolation:
+            found = self._ask(link, _PG_FIRST_OF, ids=columns["id"])
+            raise self._duplicate(self._view(found[0])) from None
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        rows = self._rows(_PG_DROP, again=False, bulk=True, **_held(parcels))
+        return {parcel.id for parcel in parcels} - {
+            _from_column(row[0]) for row in rows
+        }
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._telling(
+            True,
+            lambda tell: self._rows(_PG_LET_GO, bulk=True, tell=tell, **_held(parcels)),
+        )
+
+
+def _held(parcels: Sequence[_Parcel]) -> dict[str, Any]:
+    return {
+        "ids": [_to_column(parcel.id) for parcel in parcels],
+        "tokens": [parcel.token for parcel in parcels],
+    }
+
+
+# By state as Queue names it: as the table does, and in which order each is held.
+_PG_STATES: dict[str | None, list[str]] = {
+    "pending": ["ready", "delayed"],
+    "inflight": ["inflight"],
+    "dead": ["dead"],
+    None: ["ready", "delayed", "inflight", "dead"],
+}
+_PG_HOLDING = {
+    "pending": (("ready", "priority DESC, place"), ("delayed", "run_at, place")),
+    "dead": (("dead", "place"),),
+}
+
+_ENGINE_OF["postgresql"] = _ENGINE_OF["postgres"] = _PgEngine
+
+
 # Command line
 # =============================================================================
 
@@ -4249,10 +7875,12 @@ _BATCH = 1000  # lines of standard input put with one write
 _BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
 _STATE_COLOUR = {"inflight": _GREEN, "dead": _RED}
 _HELP = """\
-A durable job queue in a directory.
+A durable job queue in a directory or a database.
 
-Answers go to standard output, aligned for a person on a terminal and as one
-JSON object a line when piped or with --json; messages go to standard error.
+DIR is a directory, or wherever it stands the URL of a database, such as
+sqlite:///app.db.  Answers go to standard output, aligned for a person on
+a terminal and as one JSON object a line when piped or with --json; messages
+go to standard error.
 Exit status: 0 done, 1 refused or damaged, 2 wrong usage, 3 nothing there (no
 such queue or job, nothing to list or to get).
 
@@ -4310,13 +7938,14 @@ def _abandon_output() -> None:
 # -----------------------------------------------------------------------------
 
 # Name: words behind DIR; options; summary; examples, which make one session.
-# One that has --dir has no DIR.
+# One that has --dir needs no DIR.
 _COMMANDS = {
     "put": (
         "PAYLOAD",
         "string id exist-ok delay at priority max-retries",
         "add a job, or with - one for each line of JSON",
         """put jobs '{"to": "ada@example.com"}'""",
+        """put sqlite:///app.db '{"to": "ada@example.com"}'""",
         """put jobs '"once a day"' --id report-1 --delay 1h --priority 5""",
         "put jobs --string 'plain text'",
         """printf '{"n": 1}\\n{"n": 2}\\n' | @ put jobs -""",
@@ -4370,6 +7999,12 @@ _COMMANDS = {
         "take back the jobs whose lease is over",
         "reap jobs --older-than 1h",
     ),
+    "move": (
+        "TARGET",
+        "to-name",
+        "move all waiting and dead jobs to another queue; again: go on",
+        "move jobs other-jobs",
+    ),
     "compact": ("", "", "rewrite the files without what is superseded", "compact jobs"),
     "verify": ("", "", "read every byte and list what is damaged", "verify jobs"),
     "work": (
@@ -4381,9 +8016,10 @@ _COMMANDS = {
     "bench": (
         "",
         "dir jobs markdown measure",
-        "measure the queue on this disk, beside bare system calls",
+        "measure the queue on this disk, beside bare system calls, or in a database",
         "bench --jobs 1000",
         "bench --dir . --jobs 1000 --markdown",
+        "bench sqlite:///bench.db --jobs 1000",
     ),
 }
 
@@ -4439,6 +8075,7 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     switch("prometheus", "answer in Prometheus' text format")
     time("interval", "between two looks (default: 1)", default=1.0)
     switch("all", "all dead jobs, not one ID")
+    add("to-name", "the queue's name in TARGET (default: the same)", metavar="NAME")
     time("older-than", "only jobs not touched for so long (reap: also such jobs)")
     switch("yes", "do not ask", "-y", "--yes")
     number("processes", "worker processes (default: 1)", 1, 1)
@@ -4467,8 +8104,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _command_parser(name)
     args = parser.parse_intermixed_args(argv[1:])
     if hasattr(args, "dir"):
-        if args.words:
+        if args.words[1:]:
             parser.error(f"too many arguments: {' '.join(map(repr, args.words))}")
+        args.dir = args.words[0] if args.words else args.dir
     else:
         everything = getattr(args, "all", False)
         _bind(parser, args, [] if everything else _COMMANDS[name][0].split())
@@ -4517,7 +8155,7 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
 
     words, options, summary, *examples = _COMMANDS[name]
     prog = _prog()
-    where = "" if "dir" in options.split() else f" [DIR] {words}".rstrip()
+    where = f" [DIR] {words}".rstrip()
     calls = [
         line.replace("@ ", f"{prog} ") if "@ " in line else f"{prog} {line}"
         for line in examples
@@ -4525,7 +8163,7 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
     parser = _parser(
         prog=f"{prog} {name}",
         usage=f"%(prog)s [options]{where}",
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        description=f"{summary[0].upper()}{summary[1:]}.  DIR may be a URL.",
         epilog="\n  ".join(["example:" if len(calls) == 1 else "examples:", *calls]),
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -4751,16 +8389,14 @@ def _open_queue(args: argparse.Namespace) -> Queue:
 def _find_queue(args: argparse.Namespace) -> Queue:
     """Open a queue that must be there; a mistyped DIR creates nothing."""
     queue = _open_queue(args)
-    try:
-        files = os.listdir(queue.path)
-    except FileNotFoundError:
-        raise _RefusalError(f"no queue {args.dir!r}", _NOTHING) from None
-    if not any(file.startswith(f"{queue.name}.") for file in files):
-        others = sorted(
-            file[: -len(".lock")] for file in files if file.endswith(".lock")
+    names = queue._engine.names()
+    if names is None:
+        raise _RefusalError(f"no queue {queue.path!r}", _NOTHING)
+    if queue.name not in names:
+        hint = f"; -n can name: {', '.join(names)}" if names else ""
+        raise _RefusalError(
+            f"no queue {queue.name!r} in {queue.path!r}{hint}", _NOTHING
         )
-        hint = f"; -n can name: {', '.join(others)}" if others else ""
-        raise _RefusalError(f"no queue {queue.name!r} in {args.dir!r}{hint}", _NOTHING)
     return queue
 
 
@@ -4978,7 +8614,7 @@ def _cmd_cancel(args: argparse.Namespace, out: _Out) -> int:
     (id,) = args.given
     with _find_queue(args) as queue:
         if not queue.cancel(id):
-            raise _RefusalError(f"no job {id!r} in {args.dir!r}", _NOTHING)
+            raise _RefusalError(f"no job {id!r} in {queue.path!r}", _NOTHING)
     return _counted(out, "cancelled", 1)
 
 
@@ -4998,7 +8634,7 @@ def _ask_to_purge(queue: Queue, args: argparse.Namespace) -> None:
     text = f"delete {getattr(queue.stats(), args.state)} {args.state} jobs"
     if args.older_than:
         text += f", as far as not touched for {_age(args.older_than)},"
-    text = _encodable(_visible(f"{text} of {args.dir!r}? [y/N] "), sys.stderr)
+    text = _encodable(_visible(f"{text} of {queue.path!r}? [y/N] "), sys.stderr)
     sys.stderr.write(text)
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -5009,6 +8645,105 @@ def _cmd_reap(args: argparse.Namespace, out: _Out) -> int:
     with _find_queue(args) as queue:
         count = queue.reap_stale(args.older_than)
     return _counted(out, "reaped", count)
+
+
+def _cmd_move(args: argparse.Namespace, out: _Out) -> int:
+    name = args.name if args.to_name is None else args.to_name
+    with _find_queue(args) as source, Queue(args.given[0], name) as target:
+        if (source._engine.source, source.name) == (target._engine.source, name):
+            raise _RefusalError("a queue cannot move to itself", _USAGE)
+        move = _Move(source, target)
+        try:
+            move.run()
+        except (KeyboardInterrupt, QueueError):
+            _say("not finished: the same command goes on where this one ended")
+            raise
+        finally:
+            _progress("")
+        left = source.stats().inflight
+    seen = {**move.moved, "kept": len(move.kept), "inflight": left}
+    if not out.human:
+        out.json(seen)
+        return _REFUSED if move.kept else _OK
+    out.line("moved {pending} waiting and {dead} dead jobs".format(**seen))
+    if move.kept:
+        out.line(f"{len(move.kept)} stay: the target has their ids")
+    if left:
+        out.line(f"{left} inflight stay until they are settled or reaped")
+    return _REFUSED if move.kept else _OK
+
+
+class _Move:
+    """Moves jobs in batches, each held here, adopted there, dropped here and
+    let go there.
+
+    Dying in between leaves at most one batch to go on with: jobs held on
+    both sides, or on one, under tokens that name this move.  What nobody goes
+    on with comes back by itself when the leases end, after an hour.
+    """
+
+    _SECONDS = 3600.0
+
+    def __init__(self, source: Queue, target: Queue) -> None:
+        self._here, self._there = source._engine, target._engine
+        self.total = len(source) + source.stats().dead
+        where = f"{target._engine.source}\n{target.name}"
+        self._prefix = f"move-{crc32(where.encode('utf-8', 'surrogatepass')):08x}-"
+        self.moved = {"pending": 0, "dead": 0}
+        self.kept: list[_Parcel] = []  # the target has a job of that id
+
+    def run(self) -> None:
+        self._go_on()
+        for state in self.moved:
+            while batch := self._here.hold(state, _BATCH, self._SECONDS, self._prefix):
+                self._adopt(batch)
+                done = sum(self.moved.values())
+                _progress(f"moved {done:,} of {self.total:,}")
+        self._here.let_go(self.kept)
+
+    def _go_on(self) -> None:
+        """Finish what an earlier move left."""
+        here = {parcel.token: parcel for parcel in self._here.held(self._prefix)}
+        there = {parcel.token: parcel for parcel in self._there.held(self._prefix)}
+        self._adopt([here[token] for token in here if token not in there])
+        self._drop([here[token] for token in here if token in there])
+        self._land([there[token] for token in there if token not in here])
+
+    def _land(self, parcels: list[_Parcel]) -> None:
+        """Let go what is gone from here; what came back here is ours again."""
+        back = [parcel for parcel in parcels if self._is_here(parcel)]
+        if back:
+            self._there.drop(back)
+        self._finish([parcel for parcel in parcels if parcel not in back])
+
+    def _is_here(self, parcel: _Parcel) -> bool:
+        try:
+            self._here.find(parcel.id)
+            return True
+        except JobNotFoundError:
+            return False
+
+    def _adopt(self, parcels: list[_Parcel]) -> None:
+        while parcels:
+            try:
+                self._there.adopt(parcels, self._SECONDS)
+                break
+            except DuplicateJobError as exc:
+                self.kept += [parcel for parcel in parcels if parcel.id == exc.id]
+                parcels = [parcel for parcel in parcels if parcel.id != exc.id]
+        self._drop(parcels)
+
+    def _drop(self, parcels: list[_Parcel]) -> None:
+        lost = self._here.drop(parcels) if parcels else set()
+        if lost:
+            self._there.drop([parcel for parcel in parcels if parcel.id in lost])
+        self._finish([parcel for parcel in parcels if parcel.id not in lost])
+
+    def _finish(self, parcels: list[_Parcel]) -> None:
+        if parcels:
+            self._there.let_go(parcels)
+        for parcel in parcels:
+            self.moved[parcel.state] += 1
 
 
 def _cmd_compact(args: argparse.Namespace, out: _Out) -> int:
@@ -5697,6 +9432,8 @@ def _stop_without_supervisor(worker: Worker, timeout: float | None) -> None:
 # -----------------------------------------------------------------------------
 
 _ROUNDS = 3
+_CROWD_SECONDS = 1.0
+_PUTS_A_SECOND = 400
 _MANY = 1000  # jobs of one put_many
 _SAMPLE = {"to": "ada@example.com", "n": 12345}
 
@@ -5707,13 +9444,18 @@ def _cmd_bench(args: argparse.Namespace, out: _Out) -> int:
     import signal
     import tempfile
 
-    if not os.path.isdir(args.dir):
+    url = "://" in args.dir
+    if not url and not os.path.isdir(args.dir):
         raise _RefusalError(f"--dir {args.dir!r} is not a directory", _USAGE)
     # SIGTERM ends it like Ctrl-C: its hundred megabytes go in both cases.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    parent = None if url else args.dir
     try:
-        with tempfile.TemporaryDirectory(prefix="tq-bench-", dir=args.dir) as folder:
-            figures = _Bench(os.path.abspath(folder), args.jobs).run()
+        with tempfile.TemporaryDirectory(prefix="tq-bench-", dir=parent) as folder:
+            if url:
+                figures = _DatabaseBench(args.dir, args.jobs).run()
+            else:
+                figures = _Bench(os.path.abspath(folder), args.jobs).run()
     finally:
         _progress("")
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
@@ -5746,7 +9488,7 @@ class _Bench:
         self._fill("few", 100, _SAMPLE)
         self._fill("deep", self.jobs, _SAMPLE)
         self._fill("heavy", self.heavy, "x" * 1000)
-        measures = {
+        measures: dict[str, Callable[[int], None]] = {
             "one by one, fsync=False": self._measure_unsynced,
             "one by one, many at once, eight threads": self._measure_synced,
             "with a backlog": self._measure_backlog,
@@ -5754,18 +9496,37 @@ class _Bench:
             "wake-up": self._measure_wake_up,
             "kill -9": self._measure_kill,
         }
+        return self._take_turns(measures)
+
+    def _take_turns(self, measures: dict[str, Callable[[int], None]]) -> list[_Figure]:
+        crowds = {
+            "eight processes": self._measure_crowd,
+            "eight waiting workers": self._measure_waiting,
+        }
         for turn in range(_ROUNDS):
-            for what, measure in measures.items():
+            for what, measure in {**measures, **crowds}.items():
                 _progress(f"round {turn + 1} of {_ROUNDS}: {what}")
                 measure(turn)
+            if self.jobs < 1000:
+                crowds = {}  # once is enough: starting 16 processes takes seconds
         return [self._figure(*work) for work in self._seen]
 
     def _fill(self, name: str, count: int, payload: Any) -> None:
         """Write a backlog, once for all rounds."""
-        with Queue(os.path.join(self.folder, name), fsync=False) as queue:
+        with self._open(name, False) as queue:
             for start in range(0, count, _MANY):
                 _progress(f"writing {count:,} jobs: {start:,}")
                 queue.put_many([payload] * min(_MANY, count - start))
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """Path and name of a queue for one measure."""
+        return os.path.join(self.folder, name), "default"
+
+    def _open(self, name: str, fsync: bool = True) -> Queue:
+        return Queue(*self._place(name), fsync=fsync)
+
+    def _bare(self, queue: Queue) -> _Bare | None:
+        return _Bare(queue)
 
     def _note(
         self, work: str, unit: str, value: float, floor: float = math.nan
@@ -5784,46 +9545,51 @@ class _Bench:
     # One process
 
     def _measure_unsynced(self, turn: int) -> None:
-        path = os.path.join(self.folder, f"unsynced{turn}")
-        with Queue(path, fsync=False) as queue:
+        with self._open(f"unsynced{turn}", False) as queue:
             bare, put = self._ready(queue)
-            self._pair("put, fsync=False", self.quick, put, bare.put)
+            self._pair("put, fsync=False", self.quick, put, bare.put if bare else None)
             take = functools.partial(_settle_next, queue)
-            self._pair("get + task_done, fsync=False", self.quick, take, bare.take)
+            work = "get + task_done, fsync=False"
+            self._pair(work, self.quick, take, bare.take if bare else None)
 
     def _measure_synced(self, turn: int) -> None:
-        with Queue(os.path.join(self.folder, f"synced{turn}")) as queue:
+        with self._open(f"synced{turn}") as queue:
             bare, put = self._ready(queue)
-            one, bare_one = self._pair("put", self.synced, put, bare.put)
+            bare_put = bare.put if bare else None
+            one, bare_one = self._pair("put", self.synced, put, bare_put)
             # Eight that wait for a sync share the next; the floor's sync one each.
             work = "put by 8 threads"
-            eight, bare_eight = self._pair(work, self.synced, put, bare.put, threads=8)
+            eight, bare_eight = self._pair(work, self.synced, put, bare_put, threads=8)
             self._note("8 threads, to one", "times", eight / one, bare_eight / bare_one)
             take = functools.partial(_settle_next, queue)
-            self._pair("get + task_done", self.synced, take, bare.take)
+            self._pair(
+                "get + task_done", self.synced, take, bare.take if bare else None
+            )
             calls = max(3, self.synced // 25)
             many = functools.partial(queue.put_many, [_SAMPLE] * _MANY)
-            bare_many = functools.partial(bare.put, _MANY)
+            bare_many = functools.partial(bare.put, _MANY) if bare else None
             self._pair(
                 f"put_many, {_MANY:,} a call", calls, many, bare_many, each=_MANY
             )
 
-    def _ready(self, queue: Queue) -> tuple[_Bare, Callable[[], Job]]:
+    def _ready(self, queue: Queue) -> tuple[_Bare | None, Callable[[], Job]]:
         _round_trip(queue)  # the first makes the files
-        return _Bare(queue), functools.partial(queue.put, _SAMPLE)
+        return self._bare(queue), functools.partial(queue.put, _SAMPLE)
 
     def _pair(
         self,
         work: str,
         count: int,
         ours: Callable[[], object],
-        bare: Callable[[], object],
+        bare: Callable[[], object] | None,
         *,
         each: int = 1,
         threads: int = 1,
     ) -> tuple[float, float]:
         """Time both, one after the other, and note jobs per second."""
-        rate, floor = (each * _rate(count, work, threads) for work in (ours, bare))
+        rate, floor = each * _rate(count, ours, threads), math.nan
+        if bare is not None:
+            floor = each * _rate(count, bare, threads)
         self._note(work, "/s", rate, floor)
         return rate, floor
 
@@ -5842,13 +9608,15 @@ class _Bench:
             self._pair(f"compact, {waiting}", 1, queue.compact, copy, each=self.jobs)
 
     def _round_trips(self, queue: Queue, waiting: str) -> None:
-        few, many, count = 0.0, 0.0, self.quick // 5
-        with Queue(os.path.join(self.folder, "few"), fsync=False) as other:
-            bare = _Bare(other)
+        few, many, count, floor = 0.0, 0.0, self.quick // 5, math.nan
+        with self._open("few", False) as other:
+            bare = self._bare(other)
             for _ in range(5):  # by turns: the machine may slow down meanwhile
                 few += 1 / _rate(count, lambda: _round_trip(other))
                 many += 1 / _rate(count, lambda: _round_trip(queue))
-            floor = 1 / _rate(self.quick, bare.put) + 1 / _rate(self.quick, bare.take)
+            if bare is not None:
+                rates = _rate(self.quick, bare.put), _rate(self.quick, bare.take)
+                floor = 1 / rates[0] + 1 / rates[1]
         self._note("round trip, fsync=False, 100 waiting", "/s", 5 / few, 1 / floor)
         self._note(f"round trip, fsync=False, {waiting}", "/s", 5 / many, 1 / floor)
         self._note(f"cost with {waiting}, to 100", "times", many / few)
@@ -5856,17 +9624,20 @@ class _Bench:
     # More than one
 
     def _measure_memory(self, turn: int) -> None:
-        with _Child("memory", os.path.join(self.folder, "heavy")) as child:
+        with _Child("memory", *self._place("heavy")) as child:
             if grown := child.answer():  # 0: this system does not tell
                 work = f"memory a job of 1 KB, {self.heavy:,} waiting"
                 self._note(work, "bytes", grown / self.heavy)
 
     def _measure_wake_up(self, turn: int) -> None:
         """The floor is the wake-up of a process that reads from a pipe."""
-        path = os.path.join(self.folder, f"wake-up{turn}")
+        name = f"wake-up{turn}"
         count = max(20, min(200, self.jobs // 500))
         late = []
-        with Queue(path, fsync=False) as queue, _Child("wake-up", path, count) as child:
+        with (
+            self._open(name, False) as queue,
+            _Child("wake-up", *self._place(name), count) as child,
+        ):
             child.answer()  # it is ready
             for send in (child.send, queue.put):
                 for _ in range(count):
@@ -5880,10 +9651,10 @@ class _Bench:
         """From the holder's death to the delivery to a process that waits."""
         from concurrent.futures import ThreadPoolExecutor
 
-        path = os.path.join(self.folder, f"kill{turn}")
-        with Queue(path) as queue, ThreadPoolExecutor(1) as pool:
+        name = f"kill{turn}"
+        with self._open(name) as queue, ThreadPoolExecutor(1) as pool:
             queue.put(_SAMPLE)
-            with _Child("hold", path) as child:
+            with _Child("hold", *self._place(name)) as child:
                 child.answer()
                 found = pool.submit(queue.get, 60.0)
                 time.sleep(_TICK * (turn + 0.5) / _ROUNDS)  # anywhere in its tick
@@ -5891,6 +9662,78 @@ class _Bench:
                 child.process.kill()
                 queue.task_done(cast("Job", found.result()))
         self._note("redelivery after kill -9", "s", time.perf_counter() - start)
+
+    def _measure_crowd(self, turn: int) -> None:
+        """Four that put and four that take, to one process that does both."""
+        name = f"crowd{turn}"
+        with self._open(name, False) as queue:
+            queue.put_many([_SAMPLE] * self.quick)  # that no taker runs dry
+            one = 2 * _rate(self.quick // 2, lambda: _round_trip(queue))
+            kinds = ["put"] * 4 + ["take"] * 4
+            with _Children(kinds, *self._place(name)) as children:
+                for child in children:
+                    child.send(time.monotonic() + _CROWD_SECONDS)
+                seen = [child.answer() for child in children]
+        counts = [count for count, _ in seen]
+        fair = min(4 * min(four) / sum(four) for four in (counts[:4], counts[4:]))
+        total = sum(counts) / _CROWD_SECONDS / one
+        self._note("8 processes, 4 put and 4 take, to one", "times", total)
+        self._note("the slowest of four of them, to their mean", "times", fair)
+        longest = max(wait for _, wait in seen)
+        self._note("the longest call among the 8", "ms", longest * 1e3)
+
+    def _measure_waiting(self, turn: int) -> None:
+        name = f"waiting{turn}"
+        children = _Children(["wait"] * 8, *self._place(name))
+        with self._open(name, False) as queue, children as all8:
+            start = time.monotonic()
+            for i in range(_PUTS_A_SECOND):
+                time.sleep(max(0.0, start + i / _PUTS_A_SECOND - time.monotonic()))
+                queue.put(_SAMPLE)
+            for child in all8:
+                child.send(0.0)
+            used: float = sum(child.answer() for child in all8)
+        what = f"CPU of 8 waiting workers at {_PUTS_A_SECOND} puts a second"
+        self._note(what, "cores", used / (time.monotonic() - start))
+
+
+class _DatabaseBench(_Bench):
+    """The measures that make sense in a database, in queues of their own
+    there, which are left empty; a floor is not known."""
+
+    _QUEUES = "few deep unsynced synced wake-up kill crowd waiting".split()
+
+    def run(self) -> list[_Figure]:
+        measures: dict[str, Callable[[int], None]] = {
+            "one by one, fsync=False": self._measure_unsynced,
+            "one by one, many at once, eight threads": self._measure_synced,
+            "with a backlog": self._measure_backlog,
+            "wake-up": self._measure_wake_up,
+            "kill -9": self._measure_kill,
+        }
+        try:
+            self._empty()  # what a killed one left
+            self._fill("few", 100, _SAMPLE)
+            self._fill("deep", self.jobs, _SAMPLE)
+            return self._take_turns(measures)
+        finally:
+            self._empty()
+
+    def _empty(self) -> None:
+        for name in self._QUEUES:
+            with self._open(name, False) as queue:
+                for state in _NAME_OF:
+                    queue.purge(state)
+
+    def _place(self, name: str) -> tuple[str, str]:
+        return self.folder, f"tiny-queue-bench-{name.rstrip('012')}"
+
+    def _bare(self, queue: Queue) -> _Bare | None:
+        return None
+
+    def _measure_backlog(self, turn: int) -> None:
+        with self._open("deep", False) as queue:
+            self._round_trips(queue, f"{self.jobs:,} waiting")
 
 
 class _Bare:
@@ -5982,10 +9825,11 @@ def _round_trip(queue: Queue) -> None:
 class _Child:
     """This module, started again for the other side of a measure."""
 
-    def __init__(self, measure: str, folder: str, jobs: int = 1) -> None:
+    def __init__(self, measure: str, path: str, name: str, jobs: int = 1) -> None:
         import subprocess
 
-        options = [f"--measure={measure}", f"--dir={folder}", f"--jobs={jobs}"]
+        options = [f"--measure={measure}", f"--dir={path}", f"--name={name}"]
+        options.append(f"--jobs={jobs}")
         self.process = subprocess.Popen(
             [*_own_command(), "bench", *options],
             stdin=subprocess.PIPE,
@@ -6011,29 +9855,52 @@ class _Child:
         return json.loads(line)
 
 
+class _Children:
+    """Several of them, ready to start together."""
+
+    def __init__(self, measures: Sequence[str], path: str, name: str) -> None:
+        self._children = [_Child(what, path, name) for what in measures]
+
+    def __enter__(self) -> list[_Child]:
+        for child in self._children:
+            child.answer()
+        return self._children
+
+    def __exit__(self, *exc_info: object) -> None:
+        for child in self._children:
+            child.__exit__()
+
+
 def _measure_in_child(args: argparse.Namespace) -> int:
-    measures = {"memory": _grow, "wake-up": _be_woken, "hold": _hold}
-    for answer in measures[args.measure](args.dir, args.jobs):
+    measures = {
+        "memory": _grow,
+        "wake-up": _be_woken,
+        "hold": _hold,
+        "put": _put_along,
+        "take": _take_along,
+        "wait": _wait_along,
+    }
+    for answer in measures[args.measure](args.dir, args.name, args.jobs):
         sys.stdout.write(f"{json.dumps(answer)}\n")
         sys.stdout.flush()
     return _OK
 
 
-def _grow(folder: str, _: int) -> Iterator[float]:
+def _grow(path: str, name: str, _: int) -> Iterator[float]:
     """By how many bytes this process grows when it reads a backlog.
 
     The mean of four times after the first, which also fills what start-up
     has freed and takes what reading needs.
     """
     sizes = []
-    for queue in [Queue(folder) for _ in range(5)]:
+    for queue in [Queue(path, name) for _ in range(5)]:
         queue.stats()
         pages = (_text_of("/proc/self/statm") or "0 0").split()[1]
         sizes.append(int(pages) and int(pages) * os.sysconf("SC_PAGE_SIZE"))
     yield (sizes[-1] - sizes[0]) / 4
 
 
-def _be_woken(folder: str, count: int) -> Iterator[Any]:
+def _be_woken(path: str, name: str, count: int) -> Iterator[Any]:
     """Milliseconds after each write to a pipe, then after each put, sorted."""
 
     def late(since: float) -> float:
@@ -6045,17 +9912,55 @@ def _be_woken(folder: str, count: int) -> Iterator[Any]:
         queue.task_done(job)
         return delay
 
-    with Queue(folder, fsync=False) as queue:
+    with Queue(path, name, fsync=False) as queue:
         queue.stats()
         yield "ready"
         yield sorted(late(*struct.unpack("d", os.read(0, 8))) for _ in range(count))
         yield sorted(take() for _ in range(count))
 
 
-def _hold(folder: str, _: int) -> Iterator[str]:
-    job = Queue(folder).get()
+def _hold(path: str, name: str, _: int) -> Iterator[str]:
+    job = Queue(path, name).get()
     yield cast("Job", job).id
     os.read(0, 1)  # until it is killed
+
+
+def _put_along(path: str, name: str, _: int) -> Iterator[Any]:
+    with Queue(path, name, fsync=False) as queue:
+        queue.put(_SAMPLE)
+        yield from _along(lambda: queue.put(_SAMPLE))
+
+
+def _take_along(path: str, name: str, _: int) -> Iterator[Any]:
+    with Queue(path, name, fsync=False) as queue:
+        _settle_next(queue)
+        yield from _along(lambda: _settle_next(queue))
+
+
+def _along(work: Callable[[], object]) -> Iterator[Any]:
+    """How often until an instant, and the longest time that it took."""
+    yield "ready"
+    (until,) = struct.unpack("d", os.read(0, 8))
+    count, longest, now = 0, 0.0, time.monotonic()
+    while now < until:
+        work()
+        before, now = now, time.monotonic()
+        count, longest = count + 1, max(longest, now - before)
+    yield count, longest
+
+
+def _wait_along(path: str, name: str, _: int) -> Iterator[Any]:
+    """CPU seconds of taking what comes, until told to stop."""
+    with Queue(path, name, fsync=False) as queue:
+        worker = Worker(queue, lambda job: None, handle_signals=False)
+        thread = threading.Thread(target=worker.run_forever)
+        thread.start()
+        yield "ready"
+        start = time.process_time()
+        os.read(0, 8)
+        yield time.process_time() - start
+        worker.stop()
+        thread.join()
 
 
 # bench: its answer
@@ -6098,6 +10003,9 @@ def _machine(args: argparse.Namespace) -> dict[str, object]:
     import platform
 
     model = re.search(r"model name\s*: (.+)", _text_of("/proc/cpuinfo"))
+    where = {"disk": _file_system(args.dir)}
+    if "://" in args.dir:
+        where = {"database": args.dir.split("://")[0]}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "tiny_queue": __version__,
@@ -6105,7 +10013,7 @@ def _machine(args: argparse.Namespace) -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()}",
         "cpu": model[1] if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "disk": _file_system(args.dir),
+        **where,
         "jobs": args.jobs,
     }
 
