@@ -1962,7 +1962,8 @@ class PutManyTest(Case):
         start = os.path.getsize(file_of(self.path, "pending"))
         queue.put_many(["a", "b", "c"])
         whole = file_bytes(self.path, "pending")
-        for cut in range(start, len(whole) - 1, 1 if DEEP else 7):
+        ends = [match.end() for match in re.finditer(b"\n", whole)][:-1]
+        for cut in (*ends, *range(start, len(whole) - 1, 1 if DEEP else 7)):
             shutil.rmtree(self.path)
             self.write("pending", whole[:cut])
             fresh = tq.Queue(self.path, fsync=False)
@@ -5372,6 +5373,36 @@ class ReadOnlyTest(Case):
             for _ in range(3):
                 self.assertEqual(queue.stats()[:5], (1, 0, 0, 0, 1))
         self.assertEqual(tree(self.dir), before)
+
+    def test_a_sound_line_that_lacks_its_newline_is_read(self):
+        """A whole last line counts though nobody may end it."""
+        self.open().put("a")
+        self.write("pending", file_bytes(self.path, "pending")[:-1])
+        before = tree(self.dir)
+        with self.erofs():
+            queue = self.open()
+            self.assertEqual([job.payload for job in queue.jobs()], ["a"])
+            self.assertEqual(queue.stats().pending, 1)
+            self.assertIsNotNone(queue.stats().oldest)
+        self.assertEqual(tree(self.dir), before)
+
+    def test_a_file_that_may_not_be_written_can_be_read(self):
+        """A put says so and why; it does not fail half way."""
+        self.open().put("a")
+
+        def opened(path, flags, *mode):
+            if path.endswith(".jsonl") and flags & os.O_RDWR:
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return os.open(path, flags, *mode)
+
+        with patched("os", open=opened):
+            queue = self.open()
+            self.assertEqual(len(queue), 1)
+            for call in (lambda: queue.put(1), lambda: queue.put(1, id="x"), queue.get):
+                with self.assertRaises(tq.QueueError) as caught:
+                    call()
+                self.assertEqual(caught.exception.errno, errno.EACCES)
+        self.assertDrains(self.open(), ["a"])
 
     def test_a_directory_without_write_permission(self):
         """Mode 0555 on a real directory is EACCES, and inspection works."""
@@ -12540,6 +12571,15 @@ MUTANTS = [Mutant(*row) for row in [
      "os.ftruncate(inode.file.fd, good); self._keep(raw)"),
     ("a torn batch is cut in part", "PutManyTest",
      "write_start", "if _is_closed(line):", "if True:"),
+    ("a batch torn between two lines is whole",
+     "PutManyTest.test_a_torn_batch_leaves_nothing",
+     "sound_end", "_is_open(last) or", ""),
+    ("an unended line is not read where nobody may end it",
+     "ReadOnlyTest.test_a_sound_line_that_lacks_its_newline_is_read",
+     "_Inode.line", "== self.unended", "== -2"),
+    ("who may not write is let in to look",
+     "ReadOnlyTest.test_a_file_that_may_not_be_written_can_be_read",
+     "_Store._open", "or not self._inspecting", ""),
     ("a write's lines are not counted", "DamageTest",
      "_is_complete", "if not match or", "if True or"),
     ("zeros count as lines", "DamageTest",
