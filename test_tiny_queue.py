@@ -6243,6 +6243,18 @@ class WindowsTest(Case):
                 self.assertEqual(view.stats()[:4], (3, 0, 0, 0))
                 self.assertGreater(view.stats().damaged, 0)
 
+    def test_what_is_acknowledged_is_synced(self):
+        """By a descriptor opened for that, of the file that was written."""
+        queue, synced = self.open(fsync=True), []
+        queue.put(1)
+        with mock.patch.object(tq, "_sync", lambda fd: synced.append(os.fstat(fd))):
+            queue.put(2)
+            queue.task_done(queue.get())
+        files = [file_of(self.path, state) for state in ("pending", "inflight")]
+        wanted = [os.stat(file).st_ino for file in files]
+        self.assertEqual([info.st_ino for info in synced], wanted)
+        self.assertLetGo()
+
     def test_others_compact_between_append_and_sync(self):
         """The put is acknowledged: the compaction has synced it."""
         queue = self.open(fsync=True)
@@ -12351,9 +12363,10 @@ class FailingCallTests(FailureTests):
 
 
 class Mutant(NamedTuple):
-    """A weakened copy of the module: in one function ("" is anywhere) a text
-    that stands there once is replaced.  The test or class that kills it is
-    tried first; when it does not, all that have to do with it are."""
+    """A weakened copy of the module: in one function of the file engine ("" is
+    anywhere in it) a text that stands there once is replaced.  The test or
+    class that kills it is tried first; when it does not, all that have to do
+    with it are."""
 
     what: str
     killer: str
@@ -12363,14 +12376,14 @@ class Mutant(NamedTuple):
 
     def place(self, source: str) -> int:
         """Where the text stands; a row that does not apply must not pass."""
-        spans = functions_of(source)[self.function] if self.function else [(0, None)]
+        spans = file_engine(source)[self.function]
         found = [
             start + match.start()
             for start, end in spans
             for match in re.finditer(re.escape(self.old), source[start:end])
         ]
         if len(found) != 1:
-            name = self.function or "the module"
+            name = self.function or "the file engine"
             raise AssertionError(
                 f"{self.what}: {self.old!r} stands {len(found)} times in {name};"
                 " mend the row"
@@ -12383,17 +12396,22 @@ class Mutant(NamedTuple):
 
 
 @functools.cache
-def functions_of(source: str) -> dict[str, list[tuple[int, int]]]:
-    """Where each function begins and ends, by its name and by Class.name."""
-    starts = [0, *(match.end() for match in re.finditer("\n", source))]
-    found = collections.defaultdict(list)
+def file_engine(source: str) -> dict[str, list[tuple[int, int]]]:
+    """Where the functions under the banner "File engine" begin and end, by name
+    and by Class.name; "" is all of it."""
+    start = source.index("\n# File engine\n# ===")
+    end = re.compile(r"\n# .*\n# =====").search(source, start + 1)
+    assert end, "no banner follows"
+    lines = [0, *(match.end() for match in re.finditer("\n", source))]
+    found = collections.defaultdict(list, {"": [(start, end.start())]})
     for owner in ast.walk(ast.parse(source)):
         for node in ast.iter_child_nodes(owner):
             if isinstance(node, ast.FunctionDef):
-                span = starts[node.lineno - 1], starts[node.end_lineno or 0]
-                found[node.name].append(span)
-                if isinstance(owner, ast.ClassDef):
-                    found[f"{owner.name}.{node.name}"].append(span)
+                span = lines[node.lineno - 1], lines[node.end_lineno or 0]
+                if start < span[0] < end.start():
+                    found[node.name].append(span)
+                    if isinstance(owner, ast.ClassDef):
+                        found[f"{owner.name}.{node.name}"].append(span)
     return found
 
 
@@ -12416,7 +12434,7 @@ class PerThread(threading.local):
 MUTANTS = [Mutant(*row) for row in [
     # what is acknowledged is on disk, under a durable name (I5)
     ("what is acknowledged is not synced", "DurabilityTest",
-     "_sync_inode", "_sync(inode.file.fd)", "pass"),
+     "_sync_inode", "inode.sync()", "pass"),
     ("nor its file's name", "DurabilityTest",
      "_sync_inode", "self.sync_directory()", "pass"),
     ("all names are durable", "DurabilityTest",
@@ -12435,7 +12453,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("deaths are not synced", "DurabilityTest",
      "_settle_dead", "durable=True", "durable=False"),
     ("what is reaped is not synced", "DurabilityTest",
-     "_give_back", "durable=True", "durable=False"),
+     "_append_moves", "durable=True", "durable=False"),
     ("many changes are not synced", "DurabilityTest",
      "_append_group", "durable=True", "durable=False"),
     ("answers are not synced", "DurabilityTest",
@@ -12446,6 +12464,11 @@ MUTANTS = [Mutant(*row) for row in [
     ("who waits for a sync is not woken",
      "DurabilityTest.test_a_sync_is_for_what_was_written_before_it",
      "_committed", "inode.cond.notify_all()", "pass"),
+    ("what is acknowledged is not synced by its descriptor", "DurabilityTest",
+     "_Inode.sync", "_sync(self.file.fd)", "pass"),
+    ("what is acknowledged is not synced on Windows",
+     "WindowsTest.test_what_is_acknowledged_is_synced",
+     "_Inode.sync", "_sync(file.fd)", "pass"),
     ("a sync goes to the cache only", "PrimitivesTest",
      "_sync", "os.fdatasync(fd)", "pass"),
     ("a sync without fdatasync does nothing", "PrimitivesTest",
@@ -12519,9 +12542,18 @@ MUTANTS = [Mutant(*row) for row in [
      "os.replace(data.temp, data.path); _sync(file.fd); "
      "os.replace(data.path, data.temp)"),
     ("nothing is replaced", "CompactionTest.test_the_order_of_syncs_and_replaces",
-     "rewrite", "_replace(data.temp, data.path)", "pass"),
+     "rewrite", "_swap(data, old, inode)", "pass"),
+    ("nothing is swapped", "CompactionTest.test_the_order_of_syncs_and_replaces",
+     "_swap", "_replace(data.temp, data.path)\n        return", "return"),
+    ("nothing is swapped on Windows",
+     "WindowsTest.test_an_operation_goes_on_after_a_compaction",
+     "_swap", "try:\n        _replace(data.temp, data.path)", "try:\n        pass"),
     ("a rename does nothing", "CompactionTest.test_the_order_of_syncs_and_replaces",
-     "_replace", "os.replace(source, target)", "pass"),
+     "_replace", "os.replace(source, target)\n            return", "return"),
+    ("the last try of a refused rename is none",
+     "CompactionTest.test_replace_is_tried_again_where_readers_refuse_it",
+     "_replace", "time.sleep(pause)\n    os.replace(source, target)",
+     "time.sleep(pause)"),
     ("a refused rename is not tried again",
      "CompactionTest.test_replace_is_tried_again_where_readers_refuse_it",
      "_replace", "except PermissionError:", "except ZeroDivisionError:"),
@@ -12732,7 +12764,8 @@ def crash_suite() -> Iterator[unittest.TestCase]:
         *(ReplacedFilesTest, ForeignFilesTest, FullDiskTest, PrimitivesTest),
         *(LockTest, HolderTest, ThreadsTest, ModesTest, ReadOnlyTest),
         *(DescriptorsTest, ReentranceTest, CloseTest, IdsTest, PutManyTest),
-        *(HandWrittenTest, FormatTest, LifeTest, FoundByBreakingTest, ProcessesTest),
+        *(HandWrittenTest, FormatTest, LifeTest, FoundByBreakingTest, WindowsTest),
+        ProcessesTest,
         *(NewDirectoryTests, ProcessDeathTests, PowerCutTests, RandomScriptTests),
         *(FailingSyncTests, FailingCallTests, NestedCrashTests, ModelTest),
         *(InterleavingTest, WreckedFilesTest, InterruptTest),
@@ -12879,16 +12912,16 @@ class MutantTableTest(unittest.TestCase):
 
     def test_every_sync_replace_and_cut_has_a_row(self) -> None:
         """No call that durability or exclusion rests on is without a mutant."""
-        lines = self.source[: self.source.index("\n# Command line\n")].split("\n")
         places = [(m.place(self.source), len(m.old)) for m in MUTANTS]
-        for node in ast.walk(ast.parse("\n".join(lines))):
-            if isinstance(node, ast.Call):
-                name = ast.unparse(node.func)
-                if name in self.WATCHED:
-                    start = sum(len(line) + 1 for line in lines[: node.lineno - 1])
-                    start, end = start + node.col_offset, start + node.end_col_offset
+        lines = [0, *(match.end() for match in re.finditer("\n", self.source))]
+        [(first, last)] = file_engine(self.source)[""]
+        for node in ast.walk(ast.parse(self.source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in self.WATCHED:
+                start = lines[node.lineno - 1] + node.col_offset
+                end = lines[node.end_lineno - 1] + node.end_col_offset
+                if first < start < last:
                     touched = [at for at, size in places if start - size < at < end]
-                    self.assertTrue(touched, f"{name}, line {node.lineno}")
+                    self.assertTrue(touched, self.source[start:end] + " has no row")
 
 
 @unittest.skipUnless(os.environ.get("TQ_MUTANTS"), "set TQ_MUTANTS=1: takes minutes")
