@@ -5237,6 +5237,26 @@ class FullDiskTest(Case):
             self.assertTrue(queue.cancel("j19"))
         self.assertEqual(self.open().stats()[:4], (15, 0, 2, 0))
 
+    def test_each_change_may_be_the_one_that_uses_the_ballast(self):
+        """Not only the get before it: the disk is full at the settle."""
+        changes = [
+            lambda queue, job: queue.task_done(job),
+            lambda queue, job: queue.task_done(job, False, "e"),
+            lambda queue, job: queue.bury(job, "x"),
+            lambda queue, job: queue.release(job),
+            lambda queue, job: queue.extend(job),
+            lambda queue, job: queue.cancel(job.id),
+            lambda queue, job: queue.reap_stale(0),
+        ]
+        for number, change in enumerate(changes):
+            queue = self.open(name=f"q{number}")
+            queue.put(1)
+            job, disk = queue.get(), FullDisk(self.path, 0)
+            disk.limit = disk.used()
+            with patched("os", write=disk.write):
+                change(queue, job)
+            self.assertGreater(disk.refused, 0)
+
     def test_when_the_ballast_is_spent_nothing_is_lost(self):
         """Then get and settle raise, and go on when there is room again."""
         queue, disk = self.fill(30, size=30_000)
@@ -7019,6 +7039,19 @@ class HolderTest(Case):
                 self.assertIsNone(queue.get())
                 clock.jump(jump)
                 self.assertEqual(queue.get().attempts, 2)
+
+    def test_a_kernel_without_such_locks_is_no_error(self):
+        """Before Linux 3.15 the command is refused: the clock decides."""
+
+        def refuse(fd, command, *args):
+            if command == fcntl.F_OFD_SETLK:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return fcntl.fcntl(fd, command, *args)
+
+        queue = self.open()
+        queue.put(1)
+        with patched("fcntl", fcntl=refuse):
+            self.assertDrains(queue, [1])
 
     def test_a_renewal_keeps_the_count_of_dead_holders(self):
         """A job whose holder died, renewed: the next death is its second."""
@@ -12029,7 +12062,7 @@ class RandomScriptTests(CrashCase):
 
     def test_random_scripts(self) -> None:
         """Nothing acknowledged is lost, whatever was done in whatever order."""
-        for number in range(100 if DEEP else 26):
+        for number in range(160 if DEEP else 26):
             rng = random.Random(f"{SEED} {number}")
             with small(_MIB=rng.choice([600, 1 << 20])):
                 world = wander(rng)
@@ -12072,7 +12105,7 @@ class NestedCrashTests(CrashCase):
         ):
             self.check(disk, world.history, f"{what}: {label}")
         moments = range(start, len(crashed.log) + 1)
-        limit = 8 if DEEP else 3
+        limit = 16 if DEEP else 3
         for label, disk in crashed.power_states(
             self.rng, limit, at=moments, level=world.history.level
         ):
@@ -12715,6 +12748,27 @@ MUTANTS = [Mutant(*row) for row in [
      "_locked", "if self._closed:", "if False:"),
     ("a child keeps what it inherits", "HolderTest",
      "_after_fork_in_child", "file.close()", "pass"),
+    ("a lock file deleted meanwhile is an error", "LockTest",
+     "acquire", "except FileNotFoundError:", "except ZeroDivisionError:"),
+    ("no flock at all is any error",
+     "LockTest.test_an_unsupported_flock_names_the_way_out",
+     "_flock", "if exc.errno not in _UNSUPPORTED:", "if True:"),
+    ("an interrupted flock is an error",
+     "LockTest.test_an_interrupted_flock_is_tried_again",
+     "_flock", "(BlockingIOError, InterruptedError)", "BlockingIOError"),
+    ("who only looked cannot write later",
+     "ReadOnlyTest.test_an_object_that_looked_first_can_write_later",
+     "_Store.enter", "changed = write and self.readonly", "changed = False"),
+    ("a lock once read-only stays so",
+     "ReadOnlyTest.test_an_object_that_looked_first_can_write_later",
+     "acquire", "or (self.readonly and write)", ""),
+    ("a file that is gone is an error", "ReplacedFilesTest",
+     "look", "except FileNotFoundError:", "except ZeroDivisionError:"),
+    ("a taken byte is an error of its own", "LockTest.test_emulated_flock_is_refused",
+     "new_holder", "if exc.errno not in (errno.EAGAIN, errno.EACCES):", "if True:"),
+    ("an old kernel's refusal is an error",
+     "HolderTest.test_a_kernel_without_such_locks_is_no_error",
+     "new_holder", "if exc.errno == errno.EINVAL:", "if False:"),
     ("symlinks are followed", "ForeignFilesTest",
      "", 'getattr(os, "O_NOFOLLOW", 0)', "0"),
     ("opened as if nobody planted anything", "ForeignFilesTest",
@@ -12730,6 +12784,30 @@ MUTANTS = [Mutant(*row) for row in [
      "spend_ballast", "os.ftruncate(", "bool, ("),
     ("ballast is not laid", "FullDiskTest",
      "acquire", "self._lay_ballast(info.st_size)", "pass"),
+    ("a success may not use the ballast",
+     "FullDiskTest.test_each_change_may_be_the_one_that_uses_the_ballast",
+     "_settle_done", "spare=True", "spare=False"),
+    ("a retry may not use the ballast",
+     "FullDiskTest.test_each_change_may_be_the_one_that_uses_the_ballast",
+     "_settle_pending", "spare=True", "spare=False"),
+    ("a death may not use the ballast",
+     "FullDiskTest.test_each_change_may_be_the_one_that_uses_the_ballast",
+     "_settle_dead", "spare=True", "spare=False"),
+    ("what is reaped may not use the ballast",
+     "FullDiskTest.test_each_change_may_be_the_one_that_uses_the_ballast",
+     "_append_moves", "spare=True", "spare=False"),
+    ("many changes may not use the ballast",
+     "FullDiskTest.test_each_change_may_be_the_one_that_uses_the_ballast",
+     "_append_group", "spare=True", "spare=False"),
+    ("a lease may not use the ballast", "FullDiskTest",
+     "_lease", "spare=True", "spare=False"),
+    ("a renewal may not use the ballast",
+     "FullDiskTest.test_each_change_may_be_the_one_that_uses_the_ballast",
+     "_extend", "spare=True", "spare=False"),
+    ("half laid ballast stays", "FullDiskTest",
+     "_lay_ballast", "self.spend_ballast()", "pass"),
+    ("a put may use the ballast", "FullDiskTest",
+     "_insert_blind", "durable=True", "durable=True, spare=True"),
     ("ballast can be compressed", "FullDiskTest",
      "_lay_ballast", "os.urandom(", "bytes("),
     # who is alive
