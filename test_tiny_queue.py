@@ -5,7 +5,11 @@
 
 Knobs, from the environment:
 
-    TQ_DEEP=1     more rounds of everything that repeats
+    TQ_DEEP=1     the long version, meant for a quarter of an hour on two quiet cores:
+                  each death at each byte, 100,000 schedules, 20,000 histories,
+                  5,000 kills; some 250,000 power cuts, where a million was aimed
+                  at and would take most of an hour, and 75,000 states (of 100,000)
+                  after crashes in the recovery from a crash
     TQ_SEED=n     seed of whatever is random (default 1)
     TQ_JOBS=n     processes to share work out to (default: the cores, at most 4)
     TQ_LIGHT=1    without the enumerations (faults, interleavings, histories)
