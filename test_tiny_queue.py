@@ -6258,9 +6258,6 @@ class PostgresTest(ClusterCase):
             explain = "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON)" + statement
             plan = queue._engine._rows(explain, **params)[0][0][0]["Plan"]
             self.assertNotIn("Seq Scan", json.dumps(plan))
-            print(
-                statement[:60], plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
-            )
             self.assertLess(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"], 90)
         self.assertEqual(queue.find(queue.get().id).payload, 1)
 
@@ -6488,38 +6485,47 @@ class PostgresLostTest(ClusterCase):
 
 
 class PostgresRestartTest(ClusterCase):
+    def setUp(self):
+        super().setUp()
+        self.done, self.put = collections.Counter(), itertools.count()
+        self.ended, self.produced = threading.Event(), threading.Event()
+        self.queue = self.open(
+            path=self.path.replace("commit%3Doff", "commit%3Don"), fsync=True,
+            backoff=lambda n: 0, max_retries=50, lock_timeout=30.0,
+        )  # fmt: skip
+
+    def produce(self):
+        while not self.ended.is_set():
+            number = next(self.put)
+            self.queue.put(number, id=f"job-{number}", exist_ok=True)
+        self.produced.set()
+
+    def restart(self, worker):
+        for how in (signal.SIGINT, signal.SIGQUIT, None):
+            more = len(self.done) + 20
+            eventually(lambda more=more: len(self.done) > more)
+            if how:
+                self.cluster.stop(how)
+                self.cluster.start()
+        self.ended.set()
+        self.produced.wait(PATIENCE)
+        eventually(lambda: self.queue.stats()[:4] == (0, 0, 0, 0))
+        worker.stop()
+
     def test_a_restart_under_work_loses_no_job(self):
         """Workers and producers go on after the server was stopped, politely
         or not; each job is done, and the log says what happened."""
-        done, put = collections.Counter(), itertools.count()
-        queue = self.open(backoff=lambda n: 0, max_retries=50, lock_timeout=30.0)
-        queue.put(next(put))
         worker = tq.Worker(
-            queue, lambda job: done.update([job.payload]), 0.05, handle_signals=False
+            self.queue,
+            lambda job: self.done.update([job.payload]),
+            0.05,
+            handle_signals=False,
         )
-        ended, produced = threading.Event(), threading.Event()
-
-        def produce():
-            while not ended.is_set():
-                number = next(put)
-                queue.put(number, id=f"job-{number}", exist_ok=True)
-            produced.set()
-
-        def restart():
-            for how in (signal.SIGINT, signal.SIGQUIT, None):
-                more = len(done) + 20
-                eventually(lambda more=more: len(done) > more)
-                if how:
-                    self.cluster.stop(how)
-                    self.cluster.start()
-            ended.set()
-            produced.wait(PATIENCE)
-            eventually(lambda: queue.stats()[:4] == (0, 0, 0, 0))
-            worker.stop()
-
         with self.assertLogs("tiny_queue", "WARNING"):
-            self.run_threads(produce, restart, worker.run_forever)
-        self.assertEqual(set(done), set(range(next(put))))
+            self.run_threads(
+                self.produce, lambda: self.restart(worker), worker.run_forever
+            )
+        self.assertEqual(set(self.done), set(range(next(self.put))))
 
 
 class PostgresBellTest(Case):

@@ -5930,11 +5930,12 @@ DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = ANY(%(ids)s)
 
 _PG_TAKE = """
 -- What is due later is not scanned, what others lock is skipped, and where
--- something delayed has become due it joins first.  Who is locked stays `ready`:
+-- something delayed has become due it joins first.  No min(): the planner may
+-- read them all for it.  Who is locked stays `ready`:
 -- asking for that again would tempt the planner to scan them all.
 WITH next AS MATERIALIZED (
-    SELECT min(run_at) AS due FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'delayed'
+    SELECT run_at AS due FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'delayed' ORDER BY run_at LIMIT 1
 ), picked AS MATERIALIZED (
     SELECT id AS picked_id FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'ready'
@@ -6094,9 +6095,11 @@ RETURNING LAZY, ROW
 """
 
 _PG_RENAME = """
--- A session was lost and its jobs are still ours: the new one answers for them.
+-- A session was lost, and the new one answers for what still runs.  Not for all of
+-- its jobs: a crash may have forgotten that some were settled.
 UPDATE HOME.tiny_queue_job SET rev = rev + 1, owner = %(owner)s
 WHERE queue = %(queue)s AND state = 'inflight' AND owner = %(old)s
+    AND token = ANY(%(tokens)s::text[])
 RETURNING LAZY
 """
 
@@ -6225,10 +6228,11 @@ SELECT pg_try_advisory_lock(%(family)s, %(owner)s)
 
 _PG_PEEK = """
 -- Between LISTEN and sleeping: did something come, and when is something due?
-SELECT EXISTS (SELECT 1 FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND state = 'ready'),
-    (SELECT min(run_at) FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND state = 'delayed') - NOW
+SELECT (SELECT true FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'ready'
+        ORDER BY priority DESC, place LIMIT 1),
+    (SELECT run_at FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND state = 'delayed' ORDER BY run_at LIMIT 1) - NOW
 """
 
 _PG_RING = """
@@ -6690,6 +6694,7 @@ class _PgCore(_Database):
         self._begin()
         self._made = False  # whether the tables were found
         self._registered = False  # and the queue's name is there
+        self._tokens: dict[str, float] = {}  # unsettled leases and their ends
         self._session: _PgSession | None = None
         self._session_lock = threading.Lock()
         self._pool = _PgPool(self._size)
@@ -7189,7 +7194,15 @@ class _PgLeases(_PgCore):
         )
         due = rows[0][0]
         jobs = [self._view(row[3:], session) for row in rows if row[2] is not None]
+        self._remember(jobs, seconds)
         return jobs, math.inf if due is None else max(0.0, due)
+
+    def _remember(self, jobs: Iterable[Job], seconds: float) -> None:
+        now, tokens = time.monotonic(), self._tokens
+        for job in jobs:
+            tokens[cast(str, job.token)] = now + seconds
+        if len(tokens) > 10_000:  # never settled by this object
+            self._tokens = {token: end for token, end in tokens.items() if end > now}
 
     def _taking(
         self, link: Any, doubt: bool, n: int, seconds: float, owner: int, call: str
@@ -7312,7 +7325,8 @@ class _PgLeases(_PgCore):
             old,
             new,
         )
-        self._rows(_PG_RENAME, old=old, owner=new)
+        tokens = [*self._tokens]
+        self._rows(_PG_RENAME, old=old, owner=new, tokens=tokens)
 
     # Waiting
 
@@ -7400,6 +7414,7 @@ class _PgEngine(_PgLeases):
     ) -> bool:
         """Settled twice it finds nothing, and so does a lease that was lost."""
         done = bool(self._ask(link, template, **params))
+        self._tokens.pop(cast(str, job.token), None)
         if doubt and not done:
             raise self._in_doubt(
                 QueueError(
@@ -7423,7 +7438,9 @@ class _PgEngine(_PgLeases):
             lazy=True,
         )
         if not rows:
+            self._tokens.pop(cast(str, job.token), None)
             raise self._lost(job)
+        self._remember([job], seconds)
         return self._view(rows[0][1:], session)
 
     # Looking
