@@ -5810,7 +5810,9 @@ class SqliteTest(Case):
         def waiter(link):
             queue = self.open()
             link.tell(queue.get())
-            return queue.get(timeout=PATIENCE).payload
+            job = queue.get(timeout=PATIENCE)
+            queue.task_done(job)
+            return job.payload
 
         with mock.patch.object(tq, "_Inotify", mock.Mock(side_effect=OSError)):
             queue, child, found = self.open(), self.spawn(waiter), []
@@ -5872,7 +5874,51 @@ class SqliteTest(Case):
         conn.execute("BEGIN")
         queue.put(1, connection=conn)
         conn.execute("ROLLBACK")
+        if sys.version_info >= (3, 12):
+            with contextlib.closing(sqlite3.connect(self.file, autocommit=True)) as one:
+                self.assertRaises(ValueError, queue.put, 1, connection=one)
+            with contextlib.closing(
+                sqlite3.connect(self.file, autocommit=False)
+            ) as two:
+                queue.put(2, connection=two)
+                two.rollback()
         self.assertEqual(len(queue), 0)
+
+    def test_a_transaction_that_read_too_early(self):
+        """Others have written since: LockTimeoutError says to do it again."""
+        queue, conn = self.open(), self.connect()
+        queue.put("first")
+        conn.execute("BEGIN")
+        conn.execute("SELECT * FROM tiny_queue_jobs").fetchall()
+        queue.put("second")
+        with self.assertRaisesRegex(tq.LockTimeoutError, "BEGIN IMMEDIATE"):
+            queue.put("third", connection=conn)
+        conn.execute("ROLLBACK")
+        self.assertDrains(queue, ["first", "second"])
+
+    def test_a_database_that_may_only_be_read(self):
+        """Looking works, writing says what to check."""
+        queue = self.open()
+        queue.put("there")
+        queue._engine._db.execute("PRAGMA query_only = 1")
+        self.assertEqual((len(queue), next(queue.jobs()).payload), (1, "there"))
+        with self.assertRaisesRegex(tq.QueueError, "readonly.*owner and mode"):
+            queue.put("more")
+
+    def test_a_fork_by_a_signal_handler_in_a_transaction(self):
+        """The parent's transaction keeps its lock and goes on."""
+        queue, engine = self.open(), self.open()._engine
+        queue.put("there")
+
+        def body(db):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return engine._lock.mine(), engine._counts(db).pending
+
+        self.assertEqual(engine._transact(body), (True, 1))
+        self.assertEqual(len(queue), 1)
 
     def test_the_first_put_of_all_may_join(self):
         """The tables are made in the same transaction, and go with it."""
@@ -11830,8 +11876,9 @@ class Storm:
     g got, D d done.  The verdict is Jepsen's for a queue.
     """
 
-    def __init__(self, path, seed):
-        self.path, self.rng, self.said = path, random.Random(seed), bytearray()
+    def __init__(self, place, folder, seed):
+        self.path, self.can_compact = place.where(folder), place.engine.can_compact
+        self.rng, self.said = random.Random(seed), bytearray()
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         self.serial = itertools.count()
@@ -11870,7 +11917,7 @@ class Storm:
                 self.say("D", job.payload)
                 queue.task_done(job)
                 self.say("d", job.payload)
-            if rng.random() < 0.02:
+            if rng.random() < 0.02 and self.can_compact:
                 queue.compact()
 
     def listen(self):
@@ -11915,7 +11962,10 @@ class Storm:
         return set(left)
 
 
+@every_engine
 class StormTest(FaultCase):
+    place = PLACES[0]
+
     def verdict(self, said, left):
         by = collections.defaultdict(collections.Counter)
         done = set()
@@ -11941,13 +11991,14 @@ class StormTest(FaultCase):
         kills = 5000 if DEEP else 100
         folder = tempfile.mkdtemp()
         self.addCleanup(shutil.rmtree, folder)
-        storm = Storm(os.path.join(folder, "q"), SEED)
+        storm = Storm(self.place, folder, SEED)
         try:
             storm.rage(kills)
         finally:
             said = storm.end()
         self.counts["kills"] = kills
         self.verdict(said, storm.drain())
+        self.place.clean(storm.path)
 
 
 # Row 14: clocks that jump

@@ -4741,32 +4741,36 @@ class _LiteLock(_FileLock):
 class _LiteWatch(_Watch):
     """Sleeps until somebody commits: that writes to the database's log.
 
-    What is written is not yet committed: the log is synced, and then its
-    index, which no kernel tells of, changes.  So whoever hears of a write asks
-    for the version of the database until that has changed.
+    What is written is not yet committed: the log is synced first, and then its
+    index changes, of which no kernel tells.  So after a write, heard or just
+    missed, the version of the database is asked for in growing pauses.
     """
 
     def __init__(self, version: Callable[[], object]) -> None:
         super().__init__()
         self._version = version
+        self._lately = True  # there may have been a write
 
     def _listen(self, data: Any, seconds: float) -> bool:
         log, seen = data
         deadline, pause = time.monotonic() + seconds, 1e-4
         if self._arm(log):
+            self._lately = True
             return True
         ear = self._ear
-        if ear is None:
-            pause = _POLL
-        elif not ear.wait(max(0.0, seconds)):
-            return False
-        while self._version() == seen:
+        if ear is not None and not self._lately:
+            self._lately = ear.wait(max(0.0, seconds))
+        while self._lately and self._version() == seen:
             left = deadline - time.monotonic()
             if left <= 0:
+                self._lately = ear is None
                 return False
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, _POLL)
-        return True
+            if ear is None or pause < 1e-3:
+                time.sleep(min(pause, left, _POLL))
+                pause *= 1.5
+            else:
+                pause = 1e-4 if ear.wait(min(pause, left)) else pause * 1.5
+        return self._lately
 
     def _arm(self, log: str) -> bool:
         """Listen to the log that is there now; whether that is news."""
@@ -4801,6 +4805,7 @@ class _LiteCore(_Database):
         lock = f"{self._file}-tiny_queue.lock"
         self._lock = _LiteLock(lock, self._lock_timeout, True)
         self._db: Any = None
+        self._forking = False
         self._reset()
         _LITE_ENGINES.add(self)
 
@@ -4822,6 +4827,7 @@ class _LiteCore(_Database):
         self._synchronous: bool | None = None
 
     def forked(self) -> None:
+        self._forking = False
         self._lock.reset()
         self._reset()
 
@@ -4838,12 +4844,14 @@ class _LiteCore(_Database):
         its parent holds; a new connection there then has none, and the end of
         the parent's would delete the log that the child writes to.
         """
-        if not self._lock.mine():
+        if not self._lock.mine():  # as it is in a signal handler's fork
             self._lock.threads().acquire()
+            self._forking = True
             self._disconnect()
 
     def after_fork(self) -> None:
-        if self._lock.mine():
+        if self._lock.mine() and self._forking:
+            self._forking = False
             self._lock.threads().release()
 
     def _disconnect(self) -> None:
@@ -4886,8 +4894,9 @@ class _LiteCore(_Database):
                 " SQLite cannot trust; keep the database on a local disk",
                 path=self._file,
             )
+        root = "" if self._file.startswith("/") else "/"
         connection = self._driver.connect(
-            f"file:{quote(self._file)}?mode={'rwc' if write else 'rw'}",
+            f"file://{root}{quote(self._file)}?mode={'rwc' if write else 'rw'}",
             timeout=0,  # we wait ourselves: in shorter steps
             isolation_level=None,
             check_same_thread=False,
@@ -5058,69 +5067,6 @@ class _LiteCore(_Database):
             path=self._file,
         )
 
-    # The caller's transaction
-
-    def _join(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
-        """Run body(cursor, *args) inside the transaction of a connection.
-
-        Where its driver would begin one before the caller's own INSERT, one
-        is begun; an error leaves the transaction as it was.
-        """
-        if self._pid != os.getpid():
-            self.forked()
-        if self._closed:
-            raise self._is_gone()
-        driver = self._driver
-        if not isinstance(connection, driver.Connection):
-            raise TypeError(
-                "connection: must be a sqlite3.Connection, not"
-                f" {type(connection).__name__}; wrappers have one inside"
-            )
-        # Read as ours does, whatever the caller has set.
-        factory, connection.text_factory = connection.text_factory, str
-        try:
-            db = driver.Cursor(connection)
-            self._check_joins(connection, db)
-            return self._within(connection, db, body, args)
-        except driver.Error as exc:
-            raise self._refused(exc) from exc
-        finally:
-            connection.text_factory = factory
-
-    def _within(
-        self, connection: Any, db: Any, body: Callable[..., Any], args: Any
-    ) -> Any:
-        began = not connection.in_transaction
-        try:
-            if began:
-                db.execute("BEGIN IMMEDIATE")
-            db.execute("SAVEPOINT tiny_queue")
-            self._create(db)
-            result = body(db, *args)
-            db.execute("RELEASE tiny_queue")
-            return result
-        except BaseException:
-            if connection.in_transaction:  # a full disk may have ended it
-                db.execute("ROLLBACK" if began else "ROLLBACK TO tiny_queue")
-            raise
-
-    def _check_joins(self, connection: Any, db: Any) -> None:
-        files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
-        try:
-            same = os.path.samefile(files.get("main") or "", self._file)
-        except FileNotFoundError:
-            same = False
-        if not same:
-            raise ValueError(
-                f"connection: its main database is not that of queue {self.path!r};"
-                " only within one database do two changes commit together"
-            )
-        if connection.isolation_level is None and not connection.in_transaction:
-            raise ValueError(
-                "connection: it is in autocommit mode with no transaction open, so"
-                ' there is nothing to be part of; execute("BEGIN IMMEDIATE") first'
-            )
-
 
 def _lite_payload(text: str) -> Any:
     """None for what is no JSON: a lease makes such a job dead and says so."""
@@ -5161,7 +5107,82 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-class _LiteLeases(_LiteCore):
+class _LiteJoins(_LiteCore):
+    """Changes inside the caller's own transaction."""
+
+    def _join(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
+        """Run body(cursor, *args) inside the transaction of a connection.
+
+        Where its driver would begin one before the caller's own INSERT, one
+        is begun; an error leaves the transaction as it was.
+        """
+        if self._pid != os.getpid():
+            self.forked()
+        if self._closed:
+            raise self._is_gone()
+        driver = self._driver
+        if not isinstance(connection, driver.Connection):
+            raise TypeError(
+                "connection: must be a sqlite3.Connection, not"
+                f" {type(connection).__name__}; wrappers have one inside"
+            )
+        # Read as ours does, whatever the caller has set.
+        factory, connection.text_factory = connection.text_factory, str
+        try:
+            db = driver.Cursor(connection)
+            self._check_joins(connection, db)
+            return self._within(connection, db, body, args)
+        except driver.Error as exc:
+            if not _lite_busy(exc):
+                raise self._refused(exc) from exc
+            raise LockTimeoutError(
+                f"database {self.path!r} is locked: another transaction is open for"
+                " writing, or has written since this one began to read; roll back and"
+                " do it again, best from BEGIN IMMEDIATE on",
+                path=self.path,
+            ) from exc
+        finally:
+            connection.text_factory = factory
+
+    def _within(
+        self, connection: Any, db: Any, body: Callable[..., Any], args: Any
+    ) -> Any:
+        began = not connection.in_transaction
+        try:
+            if began:
+                db.execute("BEGIN IMMEDIATE")
+            db.execute("SAVEPOINT tiny_queue")
+            self._create(db)
+            result = body(db, *args)
+            db.execute("RELEASE tiny_queue")
+            return result
+        except BaseException:
+            if connection.in_transaction:  # a full disk may have ended it
+                db.execute("ROLLBACK" if began else "ROLLBACK TO tiny_queue")
+            raise
+
+    def _check_joins(self, connection: Any, db: Any) -> None:
+        files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
+        try:
+            same = os.path.samefile(files.get("main") or "", self._file)
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise ValueError(
+                f"connection: its main database is not that of queue {self.path!r};"
+                " only within one database do two changes commit together"
+            )
+        automatic = getattr(connection, "autocommit", None) is True  # from 3.12 on
+        if connection.isolation_level is None or automatic:
+            if connection.in_transaction:
+                return
+            raise ValueError(
+                "connection: it is in autocommit mode with no transaction open, so"
+                ' there is nothing to be part of; execute("BEGIN IMMEDIATE") first'
+            )
+
+
+class _LiteLeases(_LiteJoins):
     """Putting, leasing, and telling whose lease is over."""
 
     # Insert
@@ -5238,13 +5259,13 @@ class _LiteLeases(_LiteCore):
             due, version = self._transact(self._glance, write=False, nothing=nothing)
             if due is not None:
                 return _Leased([], [], (news, due, version))
-        due = 0.0
-        while not due:
-            jobs, lapses, due, version = self._transact(
-                self._lease, n, seconds, held, synced=False
-            )
+        while True:
+            args = (n, seconds, held)
+            jobs, lapses, due, seen = self._transact(self._lease, *args, synced=False)
+            if due:
+                break
         self._idle = not jobs
-        return _Leased(jobs, lapses, (news, due, version))
+        return _Leased(jobs, lapses, (news, due, seen))
 
     def _glance(self, db: Any) -> tuple[float | None, object]:
         """When the next job is due, or None if there is something to do now;
