@@ -7262,6 +7262,7 @@ class _PgLeases(_PgCore):
         if len(first) > n:
             self._looked = -math.inf  # look again for the rest
         lapses = [lapse for _, lapse in first]
+        self._rows(_PG_RIPEN, n=_PG_RIPE, lazy=True)  # who is due comes first, too
         self._rows(
             _PG_REVIVE,
             ids=[_to_column(lapse.id) for lapse in lapses],
