@@ -7,6 +7,9 @@ Knobs, from the environment:
 
     TQ_DEEP=1   more rounds of everything that repeats
     TQ_SEED=n   seed of whatever is random (default 1)
+    TINY_QUEUE_TEST_URLS=...     PostgreSQL servers to test on, by spaces; else a
+                local one, else one that is made for it and thrown away
+    TQ_REQUIRE_POSTGRES=1        without PostgreSQL and psycopg the tests fail
 
 The helpers come first, each with its own small test; then one class per
 behaviour, under the banners of the module and in their order.  Tests assert
@@ -421,9 +424,10 @@ class PostgresPlace(Place):
 
     def ask(self, sql, params=()):
         """Rows that the server answers, on a connection of this process."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or tq._poll(self._admin.fileno(), 1, 0):
             self._admin = psycopg.connect(self.url, autocommit=True)
             self._pid = os.getpid()
+            atexit.register(self._admin.close)
         cursor = self._admin.execute(sql, params)
         return cursor.fetchall() if cursor.description else []
 
@@ -486,6 +490,84 @@ for link in (tq._PgLink, tq._PgGuest):
     link.rows = with_our_clock(link.rows)
 
 
+class Cluster:
+    """A PostgreSQL server of our own, which may be stopped and restarted."""
+
+    made = None
+
+    @classmethod
+    def shared(cls):
+        """The one of this process; SkipTest, or failure in CI, if none can be."""
+        if psycopg is None or cls.programs() is None:
+            lack = NO_POSTGRES or "no server's programs (initdb) are found"
+            if os.environ.get("TQ_REQUIRE_POSTGRES", "0") != "0":
+                raise AssertionError(lack)
+            raise unittest.SkipTest(lack)
+        if cls.made is None or cls.made.pid != os.getpid():
+            cls.made = cls()
+        return cls.made
+
+    @staticmethod
+    def programs():
+        """Where the server's programs are, or None."""
+        found = shutil.which("initdb")
+        if found:
+            return os.path.dirname(os.path.realpath(found))
+        debian = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+        return str(debian[-1].parent) if debian else None
+
+    def __init__(self):
+        self.pid = os.getpid()
+        self.user = {"user": "postgres"} if os.geteuid() == 0 else {}
+        self.dir = tempfile.mkdtemp(prefix="tq-cluster-")
+        atexit.register(self.remove)
+        if self.user:
+            shutil.chown(self.dir, "postgres")
+        secret = os.path.join(self.dir, "secret")
+        pathlib.Path(secret).write_text("sesame\n")
+        subprocess.run(
+            [f"{self.programs()}/initdb", "-D", f"{self.dir}/data", "-N", "-U", "boss",
+             "-E", "UTF8", "--no-locale", "--auth-local=trust",
+             "--auth-host=scram-sha-256", f"--pwfile={secret}"],
+            check=True, stdout=subprocess.DEVNULL, cwd=self.dir, **self.user,
+        )  # fmt: skip
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = sock.getsockname()[1]
+        self.url = f"postgresql://boss:sesame@127.0.0.1:{self.port}/postgres"
+        self.place = PostgresPlace(self.url)
+        self.process = None
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(
+            [f"{self.programs()}/postgres", "-D", f"{self.dir}/data", "-p",
+             str(self.port), "-k", self.dir, "-c", "listen_addresses=127.0.0.1", "-c",
+             "fsync=off"],
+            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.dir,
+            **self.user,
+        )  # fmt: skip
+        eventually(self.answers)
+
+    def answers(self):
+        try:
+            psycopg.connect(self.url).close()
+            return True
+        except psycopg.OperationalError:
+            return False
+
+    def stop(self, how=signal.SIGINT):
+        self.process.send_signal(how)
+        self.process.wait(PATIENCE)
+
+    def remove(self):
+        if self.pid == os.getpid():
+            if self.process is not None:
+                self.process.send_signal(signal.SIGCONT)
+                self.stop(signal.SIGQUIT)
+            shutil.rmtree(self.dir, True)
+
+
 def find_postgres():
     """URLs of servers to test with, and why there are none."""
     if psycopg is None:
@@ -500,7 +582,10 @@ def find_postgres():
             return [url], ""
         except psycopg.Error:
             pass
-    return [], "no PostgreSQL server answers"
+    if Cluster.programs() is None:
+        return [], "no server answers, and no programs of one (initdb) are found"
+    os.environ["TINY_QUEUE_TEST_URLS"] = Cluster.shared().url  # children's, too
+    return [Cluster.shared().url], ""
 
 
 POSTGRES, NO_POSTGRES = find_postgres()
@@ -5482,6 +5567,38 @@ class DirectoryJoinTest(Case):
         self.assertFalse(os.path.exists(self.path))
 
 
+@every_engine(needs="can_join")
+class MovingTest(Case):
+    def test_moving_between_two_queues(self):
+        """hold, adopt, drop, let_go: each job is deliverable on one side, in
+        its order, as it was; a held one is nobody's."""
+        source, target = self.open(), self.open(name="target")
+        source.put_many(list("ab"), ids=list("ab"), priority=3)
+        source.put("late", id="late", delay=3600, max_retries=7)
+        source.put("dead", id="dead", priority=9)
+        source.bury(source.get(), "why")
+        for state, count in (("pending", 3), ("dead", 1)):
+            self.move(source, target, state, count)
+        self.assertEqual(source.stats()[:4], (0, 0, 0, 0))
+        self.assertEqual(target.stats()[:4], (3, 1, 0, 1))
+        late, dead = target.find("late"), target.find("dead")
+        self.assertEqual((late.max_retries, dead.last_error), (7, "why"))
+        self.assertIsNotNone(dead.leased_at)
+        self.assertDrains(target, "ab")
+
+    def move(self, source, target, state, count):
+        held = source._engine.hold(state, 10, 60.0, "move-")
+        self.assertEqual(len(held), count)
+        self.assertIsNone(source.get())
+        self.assertEqual(source._engine.held("move-"), held)
+        target._engine.adopt(held, 60.0)
+        self.assertRaises(tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0)
+        self.assertEqual(target._engine.held("move-"), held)
+        self.assertEqual(source._engine.drop(held), set())
+        self.assertEqual(source._engine.drop(held), {job.id for job in held})
+        target._engine.let_go(held)
+
+
 class ExactlyOnceTest(Case):
     """Killed at any step of SQLite, a handler's effects are there once."""
 
@@ -5931,115 +6048,9 @@ class SqliteTest(Case):
             self.assertEqual(len(self.open()), want)
         self.assertDrains(self.open(), ["x"])
 
-    def test_moving_between_two_queues(self):
-        """hold, adopt, drop, let_go: each job is deliverable on one side, in
-        its order, as it was; a held one is nobody's."""
-        source, target = self.open(), self.open(name="target")
-        source.put_many(list("ab"), ids=list("ab"), priority=3)
-        source.put("late", id="late", delay=3600, max_retries=7)
-        source.put("dead", id="dead", priority=9)
-        source.bury(source.get(), "why")
-        for state, count in (("pending", 3), ("dead", 1)):
-            self.move(source, target, state, count)
-        self.assertEqual(source.stats()[:4], (0, 0, 0, 0))
-        self.assertEqual(target.stats()[:4], (3, 1, 0, 1))
-        late, dead = target.find("late"), target.find("dead")
-        self.assertEqual((late.max_retries, dead.last_error), (7, "why"))
-        self.assertIsNotNone(dead.leased_at)
-        self.assertDrains(target, "ab")
-
-    def move(self, source, target, state, count):
-        held = source._engine.hold(state, 10, 60.0, "move-")
-        self.assertEqual(len(held), count)
-        self.assertIsNone(source.get())
-        self.assertEqual(source._engine.held("move-"), held)
-        target._engine.adopt(held, 60.0)
-        self.assertRaises(tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0)
-        self.assertEqual(target._engine.held("move-"), held)
-        self.assertEqual(source._engine.drop(held), set())
-        self.assertEqual(source._engine.drop(held), {job.id for job in held})
-        target._engine.let_go(held)
-
 
 # PostgreSQL engine
 # =============================================================================
-
-
-class Cluster:
-    """A PostgreSQL server of our own, which may be stopped and restarted."""
-
-    made = None
-
-    @classmethod
-    def shared(cls):
-        """The one of this process; SkipTest, or failure in CI, if none can be."""
-        if psycopg is None or cls.programs() is None:
-            lack = NO_POSTGRES or "no initdb on PATH"
-            if os.environ.get("TQ_REQUIRE_POSTGRES", "0") != "0":
-                raise AssertionError(lack)
-            raise unittest.SkipTest(lack)
-        if cls.made is None or cls.made.pid != os.getpid():
-            cls.made = cls()
-        return cls.made
-
-    @staticmethod
-    def programs():
-        """Where the server's programs are, or None."""
-        found = shutil.which("initdb")
-        if found:
-            return os.path.dirname(os.path.realpath(found))
-        debian = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-        return str(debian[-1].parent) if debian else None
-
-    def __init__(self):
-        self.pid = os.getpid()
-        self.user = {"user": "postgres"} if os.geteuid() == 0 else {}
-        self.dir = tempfile.mkdtemp(prefix="tq-cluster-")
-        atexit.register(self.remove)
-        if self.user:
-            shutil.chown(self.dir, "postgres")
-        secret = os.path.join(self.dir, "secret")
-        pathlib.Path(secret).write_text("sesame\n")
-        subprocess.run(
-            [f"{self.programs()}/initdb", "-D", f"{self.dir}/data", "-N", "-U", "boss",
-             "-E", "UTF8", "--no-locale", "--auth-local=trust",
-             "--auth-host=scram-sha-256", f"--pwfile={secret}"],
-            check=True, stdout=subprocess.DEVNULL, cwd=self.dir, **self.user,
-        )  # fmt: skip
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
-        self.url = f"postgresql://boss:sesame@127.0.0.1:{self.port}/postgres"
-        self.process = None
-        self.start()
-
-    def start(self):
-        self.process = subprocess.Popen(
-            [f"{self.programs()}/postgres", "-D", f"{self.dir}/data", "-p",
-             str(self.port), "-k", self.dir, "-c", "listen_addresses=127.0.0.1", "-c",
-             "fsync=off"],
-            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.dir,
-            **self.user,
-        )  # fmt: skip
-        eventually(self.answers)
-
-    def answers(self):
-        try:
-            psycopg.connect(self.url).close()
-            return True
-        except psycopg.OperationalError:
-            return False
-
-    def stop(self, how=signal.SIGINT):
-        self.process.send_signal(how)
-        self.process.wait(PATIENCE)
-
-    def remove(self):
-        if self.pid == os.getpid():
-            if self.process is not None:
-                self.process.send_signal(signal.SIGCONT)
-                self.stop(signal.SIGQUIT)
-            shutil.rmtree(self.dir, True)
 
 
 class Relay:
@@ -6087,7 +6098,7 @@ class ClusterCase(Case):
 
     @classmethod
     def setUpClass(cls):
-        cls.place = PostgresPlace(Cluster.shared().url)
+        cls.place = Cluster.shared().place
 
     def setUp(self):
         super().setUp()
@@ -12556,6 +12567,9 @@ class EnumerationsTest(unittest.TestCase):
 
 def load_tests(loader, tests, pattern):
     """All tests were asked for: run the enumerations beside the others."""
+    if NO_POSTGRES and "TQ_JOBS" not in os.environ:
+        line = f"PostgreSQL was not tested: {NO_POSTGRES}"
+        atexit.register(print, line, file=sys.stderr, flush=True)
     heavy = {case for cases in ENUMERATIONS for case in cases}
     if loader.testNamePatterns or os.environ.get("TQ_MUTANTS"):
         return tests
