@@ -6129,11 +6129,12 @@ _PG_FIND = """
 SELECT ROW FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = %(id)s
 """
 
-_PG_FIRST_OF = """
--- The first of many ids that lives.
+_PG_ALIVE = """
+-- The first of some ids that lives.  I5: our lock on it makes our commit sync the
+-- one that it rests on; whoever settles it in an open transaction is not waited for.
 SELECT ROW FROM HOME.tiny_queue_job
 WHERE queue = %(queue)s AND id = ANY(%(ids)s::text[])
-ORDER BY array_position(%(ids)s::text[], id) LIMIT 1
+ORDER BY array_position(%(ids)s::text[], id) LIMIT 1 SYNCED
 """
 
 _PG_SNAPSHOT = """
@@ -7051,8 +7052,8 @@ def _unquoted(text: str) -> str:
     return urllib.parse.unquote(text)
 
 
-class _PgLeases(_PgCore):
-    """Putting, leasing, and telling whose lease is over."""
+class _PgPuts(_PgCore):
+    """Asking, putting, and telling those who wait."""
 
     def _ask(self, link: Any, template: str, **params: Any) -> list[tuple[Any, ...]]:
         common = {
@@ -7148,12 +7149,21 @@ class _PgLeases(_PgCore):
             if rows:
                 created_at, run_at = rows[0][:2]
                 return [self._new_job(new, id, created_at, run_at)]
-            found = self._ask(link, _PG_FIND, id=key)
-            if found and exist_ok:
-                return [self._view(found[0])]
-            if found:
-                raise self._duplicate(self._view(found[0]))
+            found = self._alive(link, [key])
+            if found is not None and exist_ok:
+                return [found]
+            if found is not None:
+                raise self._duplicate(found)
         raise QueueError(f"queue {self.path!r}: job {id!r} comes and goes; try again")
+
+    def _alive(self, link: Any, keys: list[str]) -> Job | None:
+        synced = "FOR KEY SHARE SKIP LOCKED"
+        own = self._fsync and not isinstance(link, _PgGuest)
+        for lock in (synced, "") if own else ("",):
+            found = self._ask(link, self._sql(_PG_ALIVE, SYNCED=lock), ids=keys)
+            if found:
+                return self._view(found[0])
+        return None
 
     def _put_many(
         self, link: Any, doubt: bool, tell: bool, new: Sequence[_New], ids: list[str]
@@ -7184,10 +7194,20 @@ class _PgLeases(_PgCore):
             return [self._new_job(item, id, now, run_at) for item, id in zip(new, ids)]
         if rows:
             self._ask(link, _PG_UNPUT, ids=rows[0][3])
-        found = self._ask(link, _PG_FIRST_OF, ids=keys)
-        raise self._duplicate(self._view(found[0]))
+        raise self._taken(link, keys)
 
-    # Lease
+    def _taken(self, link: Any, keys: list[str]) -> QueueError:
+        found = self._alive(link, keys)
+        if found is not None:
+            return self._duplicate(found)
+        return QueueError(
+            f"queue {self.path!r}: an id was alive and is no more; put them again",
+            path=self.path,
+        )
+
+
+class _PgLeases(_PgPuts):
+    """Leasing, and telling whose lease is over."""
 
     def lease(self, n: int, seconds: float, held: bool) -> _Leased:
         news = self._watch.news
@@ -7632,8 +7652,7 @@ class _PgEngine(_PgLeases):
         try:
             self._ask(link, _PG_ADOPT, seconds=seconds, **columns)
         except self._driver.errors.UniqueViolation:
-            found = self._ask(link, _PG_FIRST_OF, ids=columns["id"])
-            raise self._duplicate(self._view(found[0])) from None
+            raise self._taken(link, columns["id"]) from None
 
     def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
         rows = self._rows(_PG_DROP, again=False, bulk=True, **_held(parcels))
