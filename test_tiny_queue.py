@@ -6342,10 +6342,12 @@ class PostgresTest(ClusterCase):
             queue.task_done(queue.get())
         link = queue._engine._pool.lend(math.inf, lambda: None)
         for sql in ("SELECT 1 FROM pg_prepared_statements",
-                    "SELECT 1 FROM pg_locks WHERE locktype = 'advisory'",
+                    "SELECT 1 FROM pg_locks WHERE locktype = 'advisory'"
+                    " AND pid = pg_backend_pid()",
                     "SELECT 1 FROM pg_settings WHERE source = 'session'"):  # fmt: skip
             self.assertEqual(link.rows(sql, {}), [], sql)
         queue._engine._pool.give_back(link)
+        self.assertIsNone(queue._engine._session)
         queue.put("x")
         queue.get()
         job = queue.get(timeout=PATIENCE)
@@ -6414,17 +6416,18 @@ class PostgresFaultTest(ClusterCase):
         """What waits on a lock when its process is killed is done anew."""
         queue = self.open()
         queue.put(0)
+
+        def put():
+            queue.put("mine", id="x", exist_ok=True)
+
         with self.place.connect(self.path) as conn:
             queue.put("theirs", id="x", connection=conn)
-            thread = threading.Thread(
-                target=queue.put, args=("mine",), kwargs={"id": "x"}
-            )
-            with mock.patch.object(threading, "excepthook"):
-                thread.start()
-                self.ask(f"SELECT pg_terminate_backend({self.waiting_pid()})")
-                self.waiting_pid()
-                conn.rollback()
-                thread.join(PATIENCE)
+            thread = threading.Thread(target=put)
+            thread.start()
+            self.ask(f"SELECT pg_terminate_backend({self.waiting_pid()})")
+            self.waiting_pid()
+            conn.rollback()
+            thread.join(PATIENCE)
         self.assertDrains(queue, [0, "mine"])
 
     def test_a_lost_session_is_replaced(self):
