@@ -11647,7 +11647,7 @@ ENUMERATIONS = (
     + [NestedCrashTests, NewDirectoryTests],
     [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
     + [InterruptTest],
-    [*TWINS, EngineHistoriesTest],
+    [*TWINS, EngineHistoriesTest, ExactlyOnceTest, SqliteTest],
 )
 
 
