@@ -6834,8 +6834,8 @@ def _cmd_work(args: argparse.Namespace, out: _Out) -> int:
     if args.report_to is not None:
         return _work_in_child(args)
     with _open_queue(args) as queue:
-        if not os.path.isdir(queue.path):
-            _say(f"tiny_queue: {args.dir!r} does not exist yet; it is made")
+        if queue._engine.names() is None:
+            _say(f"tiny_queue: no queue in {queue.path!r} yet; it is made")
         return _Supervisor(queue, args).run()
 
 
