@@ -7515,6 +7515,13 @@ number = 7
 """
 
 
+@every_engine(
+    only=[
+        "test_several_processes_share_the_jobs",
+        "test_a_job_that_kills_its_process_ends_dead",
+        "test_it_says_when_there_is_no_queue_yet",
+    ]
+)
 class WorkTest(CommandLineCase):
     REAL = True
 
@@ -7540,7 +7547,7 @@ class WorkTest(CommandLineCase):
 
     def start(self, *args, handler="handlers:handle"):
         process = subprocess.Popen(
-            [*CLI, "work", "jobs", handler, *args], cwd=self.folder, env=self.env,
+            [*CLI, "work", self.path, handler, *args], cwd=self.folder, env=self.env,
             stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.addCleanup(process.stderr.close)
@@ -7730,6 +7737,13 @@ class WorkTest(CommandLineCase):
         (dead,) = queue.dead_letter()
         self.assertEqual([dead.last_error, dead.attempts], ["never", 1])
 
+    def test_it_says_when_there_is_no_queue_yet(self):
+        """A mistyped DIR is told; afterwards it is there."""
+        for told in (1, 0):
+            _, err = self.work()
+            self.assertEqual(err.count("no queue in"), told, err)
+            self.queue().put("ok")
+
     def test_a_handler_finds_standard_input_empty(self):
         """A handler that reads standard input does not hang."""
         self.put("stdin")
@@ -7815,22 +7829,20 @@ class BenchTest(CommandLineCase):
 
     def test_each_figure_stands_beside_its_floor(self):
         """Piped, bench tells the machine, then each figure, in JSON; with
-        --markdown in a table; nothing is left."""
+        --markdown in a table; nothing is left.  A database is measured, too."""
+        url = PLACES[1].where(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, os.path.dirname(url[len("sqlite:///") :]))
         table = self.start("--markdown", "--dir", ".")
-        child = self.start()
+        child, database = self.start(), self.start(url)
         for out, err in (child.communicate(timeout=60), table.communicate(timeout=60)):
             self.assertEqual(err, "")
             self.check_table(out) if out.startswith("|") else self.check_json(out)
         self.assertEqual((child.returncode, table.returncode), (0, 0))
         self.assertEqual(os.listdir(self.folder), [])
+        self.check_database(url, database)
 
-    def test_a_database_is_measured_by_its_url(self):
-        """The figures that make sense there, without a floor; its own queues
-        are left empty."""
-        self.check_database(PLACES[1].where(self.folder))
-
-    def check_database(self, url):
-        child = self.start(url)
+    def check_database(self, url, child):
+        """The figures that make sense there; its own queues are left empty."""
         out, err = child.communicate(timeout=60)
         self.assertEqual((err, child.returncode), ("", 0))
         machine, *figures = map(json.loads, out.splitlines())
@@ -12529,7 +12541,7 @@ ENUMERATIONS = (
     + [NestedCrashTests, NewDirectoryTests],
     [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
     + [InterruptTest],
-    [*TWINS, EngineHistoriesTest],
+    [*TWINS, EngineHistoriesTest, ExactlyOnceTest, SqliteTest],
 )
 
 
