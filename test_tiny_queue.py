@@ -12,6 +12,11 @@ Knobs, from the environment:
                   after crashes in the recovery from a crash
     TQ_SEED=n     seed of whatever is random (default 1)
     TQ_JOBS=n     processes to share work out to (default: the cores, at most 4)
+    TINY_QUEUE_TEST_URLS=...
+                  PostgreSQL servers to test on, by spaces; else a local one, else
+                  one that is made for it and thrown away
+    TQ_REQUIRE_POSTGRES=1
+                  without PostgreSQL and psycopg the tests fail
     TQ_LIGHT=1    without the enumerations (faults, interleavings, histories)
     TQ_MUTANTS=1  the tests of the tests, and nothing else: the module is weakened
                   in one place at a time, and on each such mutant some test must
@@ -439,9 +444,10 @@ class PostgresPlace(Place):
 
     def ask(self, sql, params=()):
         """Rows that the server answers, on a connection of this process."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or tq._poll(self._admin.fileno(), 1, 0):
             self._admin = psycopg.connect(self.url, autocommit=True)
             self._pid = os.getpid()
+            atexit.register(self._admin.close)
         cursor = self._admin.execute(sql, params)
         return cursor.fetchall() if cursor.description else []
 
@@ -504,6 +510,84 @@ for link in (tq._PgLink, tq._PgGuest):
     link.rows = with_our_clock(link.rows)
 
 
+class Cluster:
+    """A PostgreSQL server of our own, which may be stopped and restarted."""
+
+    made = None
+
+    @classmethod
+    def shared(cls):
+        """The one of this process; SkipTest, or failure in CI, if none can be."""
+        if psycopg is None or cls.programs() is None:
+            lack = NO_POSTGRES or "no server's programs (initdb) are found"
+            if os.environ.get("TQ_REQUIRE_POSTGRES", "0") != "0":
+                raise AssertionError(lack)
+            raise unittest.SkipTest(lack)
+        if cls.made is None or cls.made.pid != os.getpid():
+            cls.made = cls()
+        return cls.made
+
+    @staticmethod
+    def programs():
+        """Where the server's programs are, or None."""
+        found = shutil.which("initdb")
+        if found:
+            return os.path.dirname(os.path.realpath(found))
+        debian = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+        return str(debian[-1].parent) if debian else None
+
+    def __init__(self):
+        self.pid = os.getpid()
+        self.user = {"user": "postgres"} if os.geteuid() == 0 else {}
+        self.dir = tempfile.mkdtemp(prefix="tq-cluster-")
+        atexit.register(self.remove)
+        if self.user:
+            shutil.chown(self.dir, "postgres")
+        secret = os.path.join(self.dir, "secret")
+        pathlib.Path(secret).write_text("sesame\n")
+        subprocess.run(
+            [f"{self.programs()}/initdb", "-D", f"{self.dir}/data", "-N", "-U", "boss",
+             "-E", "UTF8", "--no-locale", "--auth-local=trust",
+             "--auth-host=scram-sha-256", f"--pwfile={secret}"],
+            check=True, stdout=subprocess.DEVNULL, cwd=self.dir, **self.user,
+        )  # fmt: skip
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = sock.getsockname()[1]
+        self.url = f"postgresql://boss:sesame@127.0.0.1:{self.port}/postgres"
+        self.place = PostgresPlace(self.url)
+        self.process = None
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(
+            [f"{self.programs()}/postgres", "-D", f"{self.dir}/data", "-p",
+             str(self.port), "-k", self.dir, "-c", "listen_addresses=127.0.0.1", "-c",
+             "fsync=off"],
+            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.dir,
+            **self.user,
+        )  # fmt: skip
+        eventually(self.answers)
+
+    def answers(self):
+        try:
+            psycopg.connect(self.url).close()
+            return True
+        except psycopg.OperationalError:
+            return False
+
+    def stop(self, how=signal.SIGINT):
+        self.process.send_signal(how)
+        self.process.wait(PATIENCE)
+
+    def remove(self):
+        if self.pid == os.getpid():
+            if self.process is not None:
+                self.process.send_signal(signal.SIGCONT)
+                self.stop(signal.SIGQUIT)
+            shutil.rmtree(self.dir, True)
+
+
 def find_postgres():
     """URLs of servers to test with, and why there are none."""
     if psycopg is None:
@@ -518,7 +602,10 @@ def find_postgres():
             return [url], ""
         except psycopg.Error:
             pass
-    return [], "no PostgreSQL server answers"
+    if Cluster.programs() is None:
+        return [], "no server answers, and no programs of one (initdb) are found"
+    os.environ["TINY_QUEUE_TEST_URLS"] = Cluster.shared().url  # children's, too
+    return [Cluster.shared().url], ""
 
 
 POSTGRES, NO_POSTGRES = find_postgres()
@@ -7701,6 +7788,38 @@ class DirectoryJoinTest(Case):
         self.assertFalse(os.path.exists(self.path))
 
 
+@every_engine(needs="can_join")
+class MovingTest(Case):
+    def test_moving_between_two_queues(self):
+        """hold, adopt, drop, let_go: each job is deliverable on one side, in
+        its order, as it was; a held one is nobody's."""
+        source, target = self.open(), self.open(name="target")
+        source.put_many(list("ab"), ids=list("ab"), priority=3)
+        source.put("late", id="late", delay=3600, max_retries=7)
+        source.put("dead", id="dead", priority=9)
+        source.bury(source.get(), "why")
+        for state, count in (("pending", 3), ("dead", 1)):
+            self.move(source, target, state, count)
+        self.assertEqual(source.stats()[:4], (0, 0, 0, 0))
+        self.assertEqual(target.stats()[:4], (3, 1, 0, 1))
+        late, dead = target.find("late"), target.find("dead")
+        self.assertEqual((late.max_retries, dead.last_error), (7, "why"))
+        self.assertIsNotNone(dead.leased_at)
+        self.assertDrains(target, "ab")
+
+    def move(self, source, target, state, count):
+        held = source._engine.hold(state, 10, 60.0, "move-")
+        self.assertEqual(len(held), count)
+        self.assertIsNone(source.get())
+        self.assertEqual(source._engine.held("move-"), held)
+        target._engine.adopt(held, 60.0)
+        self.assertRaises(tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0)
+        self.assertEqual(target._engine.held("move-"), held)
+        self.assertEqual(source._engine.drop(held), set())
+        self.assertEqual(source._engine.drop(held), {job.id for job in held})
+        target._engine.let_go(held)
+
+
 class ExactlyOnceTest(Case):
     """Killed at any step of SQLite, a handler's effects are there once."""
 
@@ -8093,7 +8212,51 @@ class SqliteTest(Case):
         conn.execute("BEGIN")
         queue.put(1, connection=conn)
         conn.execute("ROLLBACK")
+        if sys.version_info >= (3, 12):
+            with contextlib.closing(sqlite3.connect(self.file, autocommit=True)) as one:
+                self.assertRaises(ValueError, queue.put, 1, connection=one)
+            with contextlib.closing(
+                sqlite3.connect(self.file, autocommit=False)
+            ) as two:
+                queue.put(2, connection=two)
+                two.rollback()
         self.assertEqual(len(queue), 0)
+
+    def test_a_transaction_that_read_too_early(self):
+        """Others have written since: LockTimeoutError says to do it again."""
+        queue, conn = self.open(), self.connect()
+        queue.put("first")
+        conn.execute("BEGIN")
+        conn.execute("SELECT * FROM tiny_queue_jobs").fetchall()
+        queue.put("second")
+        with self.assertRaisesRegex(tq.LockTimeoutError, "BEGIN IMMEDIATE"):
+            queue.put("third", connection=conn)
+        conn.execute("ROLLBACK")
+        self.assertDrains(queue, ["first", "second"])
+
+    def test_a_database_that_may_only_be_read(self):
+        """Looking works, writing says what to check."""
+        queue = self.open()
+        queue.put("there")
+        queue._engine._db.execute("PRAGMA query_only = 1")
+        self.assertEqual((len(queue), next(queue.jobs()).payload), (1, "there"))
+        with self.assertRaisesRegex(tq.QueueError, "readonly.*owner and mode"):
+            queue.put("more")
+
+    def test_a_fork_by_a_signal_handler_in_a_transaction(self):
+        """The parent's transaction keeps its lock and goes on."""
+        queue, engine = self.open(), self.open()._engine
+        queue.put("there")
+
+        def body(db):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return engine._lock.mine(), engine._counts(db).pending
+
+        self.assertEqual(engine._transact(body), (True, 1))
+        self.assertEqual(len(queue), 1)
 
     def test_the_first_put_of_all_may_join(self):
         """The tables are made in the same transaction, and go with it."""
@@ -8106,115 +8269,9 @@ class SqliteTest(Case):
             self.assertEqual(len(self.open()), want)
         self.assertDrains(self.open(), ["x"])
 
-    def test_moving_between_two_queues(self):
-        """hold, adopt, drop, let_go: each job is deliverable on one side, in
-        its order, as it was; a held one is nobody's."""
-        source, target = self.open(), self.open(name="target")
-        source.put_many(list("ab"), ids=list("ab"), priority=3)
-        source.put("late", id="late", delay=3600, max_retries=7)
-        source.put("dead", id="dead", priority=9)
-        source.bury(source.get(), "why")
-        for state, count in (("pending", 3), ("dead", 1)):
-            self.move(source, target, state, count)
-        self.assertEqual(source.stats()[:4], (0, 0, 0, 0))
-        self.assertEqual(target.stats()[:4], (3, 1, 0, 1))
-        late, dead = target.find("late"), target.find("dead")
-        self.assertEqual((late.max_retries, dead.last_error), (7, "why"))
-        self.assertIsNotNone(dead.leased_at)
-        self.assertDrains(target, "ab")
-
-    def move(self, source, target, state, count):
-        held = source._engine.hold(state, 10, 60.0, "move-")
-        self.assertEqual(len(held), count)
-        self.assertIsNone(source.get())
-        self.assertEqual(source._engine.held("move-"), held)
-        target._engine.adopt(held, 60.0)
-        self.assertRaises(tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0)
-        self.assertEqual(target._engine.held("move-"), held)
-        self.assertEqual(source._engine.drop(held), set())
-        self.assertEqual(source._engine.drop(held), {job.id for job in held})
-        target._engine.let_go(held)
-
 
 # PostgreSQL engine
 # =============================================================================
-
-
-class Cluster:
-    """A PostgreSQL server of our own, which may be stopped and restarted."""
-
-    made = None
-
-    @classmethod
-    def shared(cls):
-        """The one of this process; SkipTest, or failure in CI, if none can be."""
-        if psycopg is None or cls.programs() is None:
-            lack = NO_POSTGRES or "no initdb on PATH"
-            if os.environ.get("TQ_REQUIRE_POSTGRES", "0") != "0":
-                raise AssertionError(lack)
-            raise unittest.SkipTest(lack)
-        if cls.made is None or cls.made.pid != os.getpid():
-            cls.made = cls()
-        return cls.made
-
-    @staticmethod
-    def programs():
-        """Where the server's programs are, or None."""
-        found = shutil.which("initdb")
-        if found:
-            return os.path.dirname(os.path.realpath(found))
-        debian = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-        return str(debian[-1].parent) if debian else None
-
-    def __init__(self):
-        self.pid = os.getpid()
-        self.user = {"user": "postgres"} if os.geteuid() == 0 else {}
-        self.dir = tempfile.mkdtemp(prefix="tq-cluster-")
-        atexit.register(self.remove)
-        if self.user:
-            shutil.chown(self.dir, "postgres")
-        secret = os.path.join(self.dir, "secret")
-        pathlib.Path(secret).write_text("sesame\n")
-        subprocess.run(
-            [f"{self.programs()}/initdb", "-D", f"{self.dir}/data", "-N", "-U", "boss",
-             "-E", "UTF8", "--no-locale", "--auth-local=trust",
-             "--auth-host=scram-sha-256", f"--pwfile={secret}"],
-            check=True, stdout=subprocess.DEVNULL, cwd=self.dir, **self.user,
-        )  # fmt: skip
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
-        self.url = f"postgresql://boss:sesame@127.0.0.1:{self.port}/postgres"
-        self.process = None
-        self.start()
-
-    def start(self):
-        self.process = subprocess.Popen(
-            [f"{self.programs()}/postgres", "-D", f"{self.dir}/data", "-p",
-             str(self.port), "-k", self.dir, "-c", "listen_addresses=127.0.0.1", "-c",
-             "fsync=off"],
-            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.dir,
-            **self.user,
-        )  # fmt: skip
-        eventually(self.answers)
-
-    def answers(self):
-        try:
-            psycopg.connect(self.url).close()
-            return True
-        except psycopg.OperationalError:
-            return False
-
-    def stop(self, how=signal.SIGINT):
-        self.process.send_signal(how)
-        self.process.wait(PATIENCE)
-
-    def remove(self):
-        if self.pid == os.getpid():
-            if self.process is not None:
-                self.process.send_signal(signal.SIGCONT)
-                self.stop(signal.SIGQUIT)
-            shutil.rmtree(self.dir, True)
 
 
 class Relay:
@@ -8262,7 +8319,7 @@ class ClusterCase(Case):
 
     @classmethod
     def setUpClass(cls):
-        cls.place = PostgresPlace(Cluster.shared().url)
+        cls.place = Cluster.shared().place
 
     def setUp(self):
         super().setUp()
@@ -8479,9 +8536,6 @@ class PostgresTest(ClusterCase):
             explain = "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON)" + statement
             plan = queue._engine._rows(explain, **params)[0][0][0]["Plan"]
             self.assertNotIn("Seq Scan", json.dumps(plan))
-            print(
-                statement[:60], plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
-            )
             self.assertLess(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"], 90)
         self.assertEqual(queue.find(queue.get().id).payload, 1)
 
@@ -8509,10 +8563,12 @@ class PostgresTest(ClusterCase):
             queue.task_done(queue.get())
         link = queue._engine._pool.lend(math.inf, lambda: None)
         for sql in ("SELECT 1 FROM pg_prepared_statements",
-                    "SELECT 1 FROM pg_locks WHERE locktype = 'advisory'",
+                    "SELECT 1 FROM pg_locks WHERE locktype = 'advisory'"
+                    " AND pid = pg_backend_pid()",
                     "SELECT 1 FROM pg_settings WHERE source = 'session'"):  # fmt: skip
             self.assertEqual(link.rows(sql, {}), [], sql)
         queue._engine._pool.give_back(link)
+        self.assertIsNone(queue._engine._session)
         queue.put("x")
         queue.get()
         job = queue.get(timeout=PATIENCE)
@@ -8581,17 +8637,18 @@ class PostgresFaultTest(ClusterCase):
         """What waits on a lock when its process is killed is done anew."""
         queue = self.open()
         queue.put(0)
+
+        def put():
+            queue.put("mine", id="x", exist_ok=True)
+
         with self.place.connect(self.path) as conn:
             queue.put("theirs", id="x", connection=conn)
-            thread = threading.Thread(
-                target=queue.put, args=("mine",), kwargs={"id": "x"}
-            )
-            with mock.patch.object(threading, "excepthook"):
-                thread.start()
-                self.ask(f"SELECT pg_terminate_backend({self.waiting_pid()})")
-                self.waiting_pid()
-                conn.rollback()
-                thread.join(PATIENCE)
+            thread = threading.Thread(target=put)
+            thread.start()
+            self.ask(f"SELECT pg_terminate_backend({self.waiting_pid()})")
+            self.waiting_pid()
+            conn.rollback()
+            thread.join(PATIENCE)
         self.assertDrains(queue, [0, "mine"])
 
     def test_a_lost_session_is_replaced(self):
@@ -8709,38 +8766,47 @@ class PostgresLostTest(ClusterCase):
 
 
 class PostgresRestartTest(ClusterCase):
+    def setUp(self):
+        super().setUp()
+        self.done, self.put = collections.Counter(), itertools.count()
+        self.ended, self.produced = threading.Event(), threading.Event()
+        self.queue = self.open(
+            path=self.path.replace("commit%3Doff", "commit%3Don"), fsync=True,
+            backoff=lambda n: 0, max_retries=50, lock_timeout=30.0,
+        )  # fmt: skip
+
+    def produce(self):
+        while not self.ended.is_set():
+            number = next(self.put)
+            self.queue.put(number, id=f"job-{number}", exist_ok=True)
+        self.produced.set()
+
+    def restart(self, worker):
+        for how in (signal.SIGINT, signal.SIGQUIT, None):
+            more = len(self.done) + 20
+            eventually(lambda more=more: len(self.done) > more)
+            if how:
+                self.cluster.stop(how)
+                self.cluster.start()
+        self.ended.set()
+        self.produced.wait(PATIENCE)
+        eventually(lambda: self.queue.stats()[:4] == (0, 0, 0, 0))
+        worker.stop()
+
     def test_a_restart_under_work_loses_no_job(self):
         """Workers and producers go on after the server was stopped, politely
         or not; each job is done, and the log says what happened."""
-        done, put = collections.Counter(), itertools.count()
-        queue = self.open(backoff=lambda n: 0, max_retries=50, lock_timeout=30.0)
-        queue.put(next(put))
         worker = tq.Worker(
-            queue, lambda job: done.update([job.payload]), 0.05, handle_signals=False
+            self.queue,
+            lambda job: self.done.update([job.payload]),
+            0.05,
+            handle_signals=False,
         )
-        ended, produced = threading.Event(), threading.Event()
-
-        def produce():
-            while not ended.is_set():
-                number = next(put)
-                queue.put(number, id=f"job-{number}", exist_ok=True)
-            produced.set()
-
-        def restart():
-            for how in (signal.SIGINT, signal.SIGQUIT, None):
-                more = len(done) + 20
-                eventually(lambda more=more: len(done) > more)
-                if how:
-                    self.cluster.stop(how)
-                    self.cluster.start()
-            ended.set()
-            produced.wait(PATIENCE)
-            eventually(lambda: queue.stats()[:4] == (0, 0, 0, 0))
-            worker.stop()
-
         with self.assertLogs("tiny_queue", "WARNING"):
-            self.run_threads(produce, restart, worker.run_forever)
-        self.assertEqual(set(done), set(range(next(put))))
+            self.run_threads(
+                self.produce, lambda: self.restart(worker), worker.run_forever
+            )
+        self.assertEqual(set(self.done), set(range(next(self.put))))
 
 
 class PostgresBellTest(Case):
@@ -9980,8 +10046,8 @@ class HelpTest(CommandLineCase):
     def test_what_is_no_command_is_usage(self):
         """No command, words where none belong; a name may stand in front."""
         self.assertIn("COMMAND", self.inside(status=2)[1])
-        _, err = self.inside("bench", "now", status=2)
-        self.assertIn("too many arguments: 'now'", err)
+        _, err = self.inside("bench", ".", "now", status=2)
+        self.assertIn("too many arguments", err)
         self.queue(name="mail").put(1)
         self.assertEqual(self.answer("-n", "mail", "stats", "jobs")["pending"], 1)
 
@@ -10021,6 +10087,13 @@ number = 7
 """
 
 
+@every_engine(
+    only=[
+        "test_several_processes_share_the_jobs",
+        "test_a_job_that_kills_its_process_ends_dead",
+        "test_it_says_when_there_is_no_queue_yet",
+    ]
+)
 class WorkTest(CommandLineCase):
     REAL = True
 
@@ -10046,7 +10119,7 @@ class WorkTest(CommandLineCase):
 
     def start(self, *args, handler="handlers:handle"):
         process = subprocess.Popen(
-            [*CLI, "work", "jobs", handler, *args], cwd=self.folder, env=self.env,
+            [*CLI, "work", self.path, handler, *args], cwd=self.folder, env=self.env,
             stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.addCleanup(process.stderr.close)
@@ -10235,6 +10308,13 @@ class WorkTest(CommandLineCase):
         self.work()
         (dead,) = queue.dead_letter()
         self.assertEqual([dead.last_error, dead.attempts], ["never", 1])
+
+    def test_it_says_when_there_is_no_queue_yet(self):
+        """A mistyped DIR is told; afterwards it is there."""
+        for told in (1, 0):
+            _, err = self.work()
+            self.assertEqual(err.count("no queue in"), told, err)
+            self.queue().put("ok")
 
     def test_a_handler_finds_standard_input_empty(self):
         """A handler that reads standard input does not hang."""
@@ -10571,7 +10651,7 @@ class BenchTest(CommandLineCase):
         """It tells the job's id; after that it has nothing more to say."""
         queue = self.queue(fsync=False)
         queue.put(1, id="a")
-        with tq._Child("hold", self.path) as child:
+        with tq._Child("hold", self.path, "default") as child:
             self.assertEqual(child.answer(), "a")
             self.assertEqual(queue.find("a").state, "inflight")
             child.process.kill()
@@ -15102,8 +15182,9 @@ class Storm:
     g got, D d done.  The verdict is Jepsen's for a queue.
     """
 
-    def __init__(self, path, seed):
-        self.path, self.rng, self.said = path, random.Random(seed), bytearray()
+    def __init__(self, place, folder, seed):
+        self.path, self.can_compact = place.where(folder), place.engine.can_compact
+        self.rng, self.said = random.Random(seed), bytearray()
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         self.serial = itertools.count()
@@ -15142,7 +15223,7 @@ class Storm:
                 self.say("D", job.payload)
                 queue.task_done(job)
                 self.say("d", job.payload)
-            if rng.random() < 0.02:
+            if rng.random() < 0.02 and self.can_compact:
                 queue.compact()
 
     def listen(self):
@@ -15187,7 +15268,10 @@ class Storm:
         return set(left)
 
 
+@every_engine
 class StormTest(FaultCase):
+    place = PLACES[0]
+
     def verdict(self, said, left):
         by = collections.defaultdict(collections.Counter)
         done = set()
@@ -15213,13 +15297,14 @@ class StormTest(FaultCase):
         kills = 5000 if DEEP else 100
         folder = tempfile.mkdtemp()
         self.addCleanup(shutil.rmtree, folder)
-        storm = Storm(os.path.join(folder, "q"), SEED)
+        storm = Storm(self.place, folder, SEED)
         try:
             storm.rage(kills)
         finally:
             said = storm.end()
         self.counts["kills"] = kills
         self.verdict(said, storm.drain())
+        self.place.clean(storm.path)
 
 
 # Row 14: clocks that jump
@@ -15752,7 +15837,7 @@ ENUMERATIONS = (
     + [NestedCrashTests, NewDirectoryTests],
     [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
     + [InterruptTest],
-    [*TWINS, EngineHistoriesTest],
+    [*TWINS, EngineHistoriesTest, ExactlyOnceTest, SqliteTest],
 )
 
 
@@ -15793,6 +15878,9 @@ class EnumerationsTest(unittest.TestCase):
 
 def load_tests(loader, tests, pattern):
     """All tests were asked for: run the enumerations beside the others."""
+    if NO_POSTGRES and "TQ_JOBS" not in os.environ:
+        line = f"PostgreSQL was not tested: {NO_POSTGRES}"
+        atexit.register(print, line, file=sys.stderr, flush=True)
     heavy = {case for cases in ENUMERATIONS for case in cases}
     if loader.testNamePatterns:
         return tests

@@ -43,6 +43,14 @@ def tiny_queue(folder, fsync):
     return queue.put, queue.put_many, queue.get, queue.task_done
 
 
+def on_sqlite(folder, fsync):
+    """the same in a SQLite database"""
+    import tiny_queue
+
+    queue = tiny_queue.Queue(f"sqlite:///{folder}/queue.db", fsync=fsync)
+    return queue.put, queue.put_many, queue.get, queue.task_done
+
+
 def nobroker(folder, fsync):
     """acknowledges, with a token; a dead holder's job is back after a timeout"""
     import nobroker
@@ -124,6 +132,7 @@ def potatoq(folder, fsync):
 
 PEERS = {  # name: what opens it, package, module
     "tiny_queue": (tiny_queue, "tiny-queue", "tiny_queue"),
+    "on SQLite": (on_sqlite, "tiny-queue", "tiny_queue"),
     "nobroker": (nobroker, "nobroker", "nobroker"),
     "litequeue": (litequeue, "litequeue", "litequeue"),
     "persist-queue": (persist_queue, "persist-queue", "persistqueue"),
@@ -216,7 +225,8 @@ def installed(names):
         if util.find_spec(module) is None:
             print(f"{name}: skipped, not installed; pip install {package}")
             continue
-        version = "" if peer is tiny_queue else f" {metadata.version(package)}"
+        ours = module == "tiny_queue"
+        version = "" if ours else f" {metadata.version(package)}"
         print(f"{name}{version}: {' '.join(peer.__doc__.split())}")
         yield name
 
