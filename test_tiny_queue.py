@@ -5792,6 +5792,21 @@ class SqliteTest(Case):
             conn.execute("COMMIT")
         self.assertEqual([job.payload for job in queue.jobs()], ["there"])
 
+    def test_a_put_many_that_fails_half_way_in_the_caller_s_transaction(self):
+        """Of its jobs none is kept, and what he wrote before is."""
+        queue, conn = self.open(), self.connect()
+        queue.put("there")
+        conn.execute(
+            "CREATE TRIGGER third BEFORE INSERT ON tiny_queue_jobs"
+            " WHEN new.payload = '3' BEGIN SELECT RAISE(ABORT, 'no third'); END"
+        )
+        conn.execute("BEGIN")
+        queue.put("before", connection=conn)
+        with self.assertRaisesRegex(tq.QueueError, "no third"):
+            queue.put_many([1, 2, 3], connection=conn)
+        conn.execute("COMMIT")
+        self.assertDrains(queue, ["there", "before"])
+
     def test_an_answer_that_rests_on_a_row_syncs_it(self):
         """It may be of a process without fsync: DuplicateJobError and exist_ok
         commit something, so that SQLite syncs its log (I5)."""
