@@ -15835,27 +15835,24 @@ class ReadmeTest(Case):
         blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", file.read_text("utf-8"))
         self.assertTrue(blocks, "README.md has no python block")
         for n, block in enumerate(blocks, 1):
-            if "postgresql://" not in block:
-                self.run_block(n, block)
+            with self.subTest(block=n):
+                folder = os.path.join(self.dir, f"block{n}")
+                os.mkdir(folder)
+                block = self.with_server(block, folder)
+                done = run_python(block, cwd=folder, timeout=30)
+                self.assertEqual(done.returncode, 0, block + done.stderr)
 
-    def run_block(self, n, block):
-        with self.subTest(block=n):
-            folder = os.path.join(self.dir, f"block{n}")
-            os.mkdir(folder)
-            done = run_python(block, cwd=folder, timeout=30)
-            self.assertEqual(done.returncode, 0, block + done.stderr)
-
-    @unittest.skipUnless(POSTGRES, NO_POSTGRES)
-    def test_the_block_for_postgresql_runs(self):
-        """On the first of the servers that the tests use, in its own schema."""
-        text, place = pathlib.Path(ROOT, "README.md").read_text("utf-8"), PLACES[-1]
-        (block,) = re.findall(r"(?ms)^```python\n(import psycopg.*?)^```$", text)
-        where = place.where(self.dir)
-        self.addCleanup(place.clean, where)
-        block = block.replace(
-            'tq.Queue("postgresql://localhost/app"', f"tq.Queue({where!r}"
-        )
-        self.run_block(0, block.replace("postgresql://localhost/app", place.url))
+    def with_server(self, block, folder):
+        """A block with the URL of a server of ours; without one it is compiled."""
+        url = "postgresql://localhost/app"
+        if url not in block:
+            return block
+        if NO_POSTGRES:
+            return f"compile({block!r}, 'README.md', 'exec')"
+        place = PostgresPlace(POSTGRES[0])
+        self.addCleanup(place.clean, place.where(folder))
+        block = block.replace(f"{url}?schema=jobs", place.where(folder))
+        return block.replace(url, place.url)
 
     def test_the_lines_shown_are_sound(self):
         """The files' lines that the README shows pass their own checksum."""
