@@ -7744,6 +7744,27 @@ class JoinTest(Case):
         self.assertEqual(states, [["pending"], ["dead"], []])
         self.assertEqual(len(self.effects()), 3)
 
+    def test_a_handler_may_settle_its_job_together_with_its_effects(self):
+        """The Worker counts what the handler settled; rolled back, it settles
+        the job itself by how the handler ended."""
+        self.queue.put_many([0, 1, 2])
+
+        def handler(job):
+            with contextlib.closing(self.place.connect(self.path)) as conn:
+                conn.execute(f"INSERT INTO effects (job) VALUES ('{job.id}')")
+                self.queue.task_done(job, job.payload != 1, connection=conn)
+                conn.rollback() if job.payload == 2 else conn.commit()
+
+        worker = tq.Worker(self.queue, handler, max_jobs=4)
+        with self.assertNoLogs():
+            totals = worker.run_forever()
+        self.assertEqual((totals.done, totals.retried, totals.lost), (3, 1, 0))
+        self.assertEqual([job.payload for job in self.queue.jobs()], [1])
+        self.assertEqual(len(self.effects()), 3)
+
+    def assertNoLogs(self):
+        return mock.patch.object(tq, "_log", side_effect=AssertionError("logged"))
+
     def test_a_lost_lease_leaves_the_transaction_as_it_was(self):
         """LeaseLostError, and the caller may still commit what he wrote."""
         job = self.queue.get()

@@ -224,6 +224,7 @@ class _JobFields:
         "max_retries",
         "token",
         "_holder",
+        "_joined",  # what it was settled as in a transaction of the caller's
     )
 
     def __init__(
@@ -255,6 +256,7 @@ class _JobFields:
         self.max_retries = max_retries
         self.token = token
         self._holder = _holder
+        self._joined: str | None = None
 
 
 class Job(_JobFields):
@@ -282,7 +284,7 @@ class Job(_JobFields):
         raise AttributeError(f"cannot delete {name!r}: a Job is immutable")
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in _JobFields.__slots__[:-1])
+        return tuple(getattr(self, name) for name in _JobFields.__slots__[:-2])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Job, self._values()
@@ -546,18 +548,17 @@ class Queue:
         """
         _leased(job)
         _joins(self._engine, connection)
-        settle = self._engine.settle
-        if success:
-            if error is not None or delay is not None:
-                raise ValueError("error, delay: only a failure takes them")
-            settle(job, "done", connection=connection)
-            return
-        text = _error_text(error)
-        if job.attempts > job.max_retries:
-            settle(job, "dead", error=text, connection=connection)
-        else:
-            seconds = self._delay(job.attempts) if delay is None else _delay(delay)
-            settle(job, "pending", seconds, text, connection=connection)
+        state, seconds, text = "done", 0.0, None
+        if not success:
+            text = _error_text(error)
+            state = "dead" if job.attempts > job.max_retries else "pending"
+            if state == "pending":
+                seconds = self._delay(job.attempts) if delay is None else _delay(delay)
+        elif error is not None or delay is not None:
+            raise ValueError("error, delay: only a failure takes them")
+        self._engine.settle(job, state, seconds, text, connection=connection)
+        if connection is not None:
+            object.__setattr__(job, "_joined", state)  # for a Worker
 
     def bury(self, job: Job, error: object) -> None:
         """Make a leased job dead now, whatever retries it has left."""
@@ -910,6 +911,9 @@ class Totals(NamedTuple):
 _BURST = 0.5  # seconds: a group's Ctrl-C and its forwarding are one signal
 
 
+_OUTCOME_OF = {"done": "done", "pending": "retried", "dead": "dead"}
+
+
 class Worker:
     """Runs a handler on the jobs of a queue, until it is told to stop.
 
@@ -917,7 +921,8 @@ class Worker:
     with "Type: message" (retried, or dead); Retry, Snooze and Fail say what
     they say; SystemExit and KeyboardInterrupt give the job back uncounted and
     stop the worker.  An `async def` handler runs on one event loop for all; one
-    that yields fails its jobs, for its call runs nothing.
+    that yields fails its jobs, for its call runs nothing.  One that has settled
+    its job by task_done(job, connection=) and committed may just return.
 
     poll_interval    most seconds between two looks at the queue; puts wake an
                      idle worker at once
@@ -1199,6 +1204,9 @@ class Worker:
                 settle(job)
                 break
             except LeaseLostError:
+                if job._joined:  # by the handler, together with its effects
+                    outcome = _OUTCOME_OF[job._joined]
+                    break
                 _log().warning("job %s: lease lost before it was %s", job.id, outcome)
                 outcome = "lost"
                 break
