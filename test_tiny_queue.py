@@ -6371,6 +6371,19 @@ class PostgresFaultTest(ClusterCase):
         queue.put(3)
         self.assertDrains(queue, [1, 3])
 
+    def test_no_failure_uses_the_pool_up(self):
+        """However many connections fail while their errors are kept."""
+        relay, url = self.relay()
+        queue = self.open(path=url + "&pool=1", lock_timeout=1.0)
+        queue.put(1)
+        relay.close()
+        kept = []
+        for _ in range(2):
+            with self.assertRaises(tq.QueueError) as caught:
+                queue.put(2)
+            kept.append(caught.exception)
+        self.assertNotIn(tq.LockTimeoutError, map(type, kept))
+
     def test_an_open_transaction_has_the_id(self):
         """A put of an id that waits for its commit is LockTimeoutError in time,
         with nothing put; then it is a duplicate."""
