@@ -6090,6 +6090,8 @@ class Relay:
 
     def close(self):
         for sock in (self.listener, *self.socks):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # or a thread's recv() keeps it
             sock.close()
 
 
