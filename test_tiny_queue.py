@@ -6381,10 +6381,11 @@ class PostgresFaultTest(ClusterCase):
         relay.close()
         kept = []
         for _ in range(2):
-            with self.assertRaises(tq.QueueError) as caught:
+            try:
                 queue.put(2)
-            kept.append(caught.exception)
-        self.assertNotIn(tq.LockTimeoutError, map(type, kept))
+            except tq.QueueError as exc:
+                kept.append(exc)
+        self.assertEqual([type(exc) for exc in kept], [tq.QueueError] * 2)
 
     def test_an_open_transaction_has_the_id(self):
         """A put of an id that waits for its commit is LockTimeoutError in time,
