@@ -8403,6 +8403,8 @@ class Relay:
 
     def close(self):
         for sock in (self.listener, *self.socks):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # or a thread's recv() keeps it
             sock.close()
 
 
@@ -8683,6 +8685,20 @@ class PostgresFaultTest(ClusterCase):
         queue._engine._pool.give_back(link)
         queue.put(3)
         self.assertDrains(queue, [1, 3])
+
+    def test_no_failure_uses_the_pool_up(self):
+        """However many connections fail while their errors are kept."""
+        relay, url = self.relay()
+        queue = self.open(path=url + "&pool=1", lock_timeout=1.0)
+        queue.put(1)
+        relay.close()
+        kept = []
+        for _ in range(2):
+            try:
+                queue.put(2)
+            except tq.QueueError as exc:
+                kept.append(exc)
+        self.assertEqual([type(exc) for exc in kept], [tq.QueueError] * 2)
 
     def test_an_open_transaction_has_the_id(self):
         """A put of an id that waits for its commit is LockTimeoutError in time,

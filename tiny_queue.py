@@ -6727,12 +6727,16 @@ class _UnreachableError(Exception):
 
 
 class _PgLink:
-    """A connection of ours, in autocommit."""
+    """A connection of ours, in autocommit; or room for one."""
 
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
+    def __init__(self) -> None:
+        self.connection: Any = None
         self.pid = os.getpid()
-        self.patience = _Patience(connection.fileno())
+        self.patience = _Patience(-1)
+
+    def open(self, connection: Any) -> None:
+        self.connection = connection
+        self.patience.fd = connection.fileno()
         connection.wait = self.patience.wait
         self._cursor = connection.cursor()
 
@@ -6743,78 +6747,84 @@ class _PgLink:
     def do(self, sql: str, params: dict[str, Any] | None = None) -> None:
         self._cursor.execute(sql, params)
 
+    def closed(self) -> bool:
+        return self.connection is None or bool(self.connection.closed)
+
     def usable(self) -> bool:
         """Whether nothing is in flight on it, nor has the server closed it."""
         return (
-            not self.connection.closed
+            not self.closed()
             and self.connection.info.transaction_status == 0
             and not _poll(self.patience.fd, 1, 0)
         )
 
     def close(self) -> None:
-        if self.pid == os.getpid():
+        if self.pid == os.getpid() and not self.closed():
             self.connection.close()
 
     def abandon(self) -> None:
         """In a child: let go of the descriptor only.  The parent's session goes
         on, and must end when the parent does."""
-        if not self.connection.closed:
+        if not self.closed():
             os.close(self.patience.fd)
-        _PG_INHERITED.append(self.connection)
+            _PG_INHERITED.append(self.connection)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _PgPool:
-    """At most so many connections; the last one used is the next one used."""
+    """At most so many connections; the last one used is the next one used.
+
+    Those lent are known weakly: one that a Ctrl-C has lost makes room again.
+    """
 
     def __init__(self, size: int) -> None:
-        self._slots = threading.Semaphore(size)
+        self._size = size
+        self._cond = threading.Condition()
         self._free: list[_PgLink] = []
-        self._all: set[_PgLink] = set()
+        self._all: weakref.WeakSet[_PgLink] = weakref.WeakSet()
         self.closed = False
 
-    def lend(self, deadline: float, connect: Callable[[], _PgLink]) -> _PgLink | None:
+    def lend(
+        self, deadline: float, connect: Callable[[_PgLink], object]
+    ) -> _PgLink | None:
         """A connection to give back(), or None if none comes free in time."""
-        if not self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return None
+        with self._cond:
+            while not self._free and len(self._all) >= self._size:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._cond.wait(min(left, 0.1))
+            link = self._free.pop() if self._free else _PgLink()
+            self._all.add(link)
         try:
-            while self._free:
-                link = self._free.pop()
-                if link.usable():
-                    break
-                self._drop(link)
-            else:
-                link = connect()
-                self._all.add(link)
-        except BaseException:
-            self._slots.release()
+            if not link.usable():
+                link.close()
+                connect(link)
+            return link
+        except BaseException:  # its traceback would keep the link
+            self.give_back(link)
             raise
-        link.patience.deadline = deadline
-        return link
 
     def give_back(self, link: _PgLink) -> None:
-        if link.usable() and not self.closed:
-            self._free.append(link)
-        else:
-            self._drop(link)
-        self._slots.release()
-
-    def _drop(self, link: _PgLink) -> None:
-        self._all.discard(link)
-        link.close()
+        if not link.usable() or self.closed:
+            link.close()
+        with self._cond:
+            if link.closed():
+                self._all.discard(link)
+            else:
+                self._free.append(link)
+            self._cond.notify()
 
     def close(self) -> None:
         self.closed = True
         while self._free:
-            self._drop(self._free.pop())
+            self._free.pop().close()
 
     def abandon(self) -> None:
-        for link in self._all:
+        for link in list(self._all):
             link.abandon()
-        self._all.clear()
-        self._free.clear()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class _PgSession:
@@ -6834,24 +6844,18 @@ class _PgSession:
 
     def lost(self) -> bool:
         """Whether the server has ended it, as far as is known here."""
-        if not self.gone and self.lock.acquire(False):
-            try:
+        if not self.gone and not self.lock.locked():
+            with self.lock:
                 self.gone = not self.link.usable()
-            finally:
-                self.lock.release()
         return self.gone
 
     def close(self) -> None:
         """End it at once, even under a thread that waits on it."""
         self.gone = True
-        if self.link.pid != os.getpid() or self.link.connection.closed:
-            return
-        if self.lock.acquire(False):
-            try:
+        if not self.lock.locked():
+            with self.lock:
                 self.link.close()
-            finally:
-                self.lock.release()
-        else:
+        elif self.link.pid == os.getpid() and not self.link.closed():
             import socket
 
             with socket.socket(fileno=os.dup(self.link.patience.fd)) as twin:
@@ -7029,8 +7033,8 @@ class _PgCore(_Database):
 
     # Connections
 
-    def _connect(self) -> _PgLink:
-        """A new connection that never waits beyond lock_timeout."""
+    def _connect(self, link: _PgLink) -> None:
+        """Give it a new connection that never waits beyond lock_timeout."""
         lasting = max(self._lock_timeout, 1.0)
         hosts = str(self._conninfo.get("host", "")).count(",") + 1
         milliseconds = int(min(lasting * 1000, 2**31 - 1))
@@ -7044,10 +7048,9 @@ class _PgCore(_Database):
             "tcp_user_timeout": milliseconds,
             **self._conninfo,
         }
-        link = None
+        threshold = 5 if self._notify else None  # a pooler mixes sessions up
         try:
-            threshold = 5 if self._notify else None  # a pooler mixes sessions up
-            link = _PgLink(
+            link.open(
                 self._driver.connect(
                     autocommit=True, prepare_threshold=threshold, **conninfo
                 )
@@ -7055,13 +7058,9 @@ class _PgCore(_Database):
             link.patience.deadline = time.monotonic() + lasting
             if self._notify:
                 self._set_up(link, milliseconds)
-            return link
-        except BaseException as exc:
-            if link is not None:
-                link.close()
-            if isinstance(exc, (self._driver.Error, OSError)):
-                raise _UnreachableError from exc
-            raise
+        except (self._driver.Error, OSError) as exc:
+            link.close()
+            raise _UnreachableError from exc
 
     def _set_up(self, link: _PgLink, milliseconds: int) -> None:
         # Each statement is a few steps in an index.  The planner must not think
@@ -7608,15 +7607,12 @@ class _PgLeases(_PgPuts):
         )
 
     def _open_session(self) -> _PgSession:
-        own = self._connect()
-        try:
-            while True:
-                number = random.getrandbits(30) + 1
-                if self._ask(own, _PG_LOCK, owner=number)[0][0]:
-                    return _PgSession(own, number)
-        except BaseException:
-            own.close()
-            raise
+        link = _PgLink()
+        self._connect(link)
+        while True:
+            number = random.getrandbits(30) + 1
+            if self._ask(link, _PG_LOCK, owner=number)[0][0]:
+                return _PgSession(link, number)
 
     def _rename(self, old: int, new: int) -> None:
         _log().warning(
