@@ -4888,6 +4888,21 @@ _LITE_PAYLOADS = """SELECT  -- every byte that a reader would need
     place, payload FROM tiny_queue_jobs WHERE +queue = ? AND place > ?
     ORDER BY place LIMIT 1000"""
 
+_LITE_HOLDABLE = {  # by the state that Queue knows
+    "pending": (
+        f"""SELECT  -- in the order of delivery
+        {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'ready'
+        ORDER BY priority DESC, place LIMIT ?""",
+        f"""SELECT  -- then those not due, the earliest first
+        {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'delayed'
+        ORDER BY run_at LIMIT ?""",
+    ),
+    "dead": (
+        f"""SELECT  -- in the order of death
+        {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'dead'
+        ORDER BY place LIMIT ?""",
+    ),
+}
 _LITE_HOLD = """UPDATE  -- uncounted, without a holder; `was` says from which state
     tiny_queue_jobs SET rev = rev + 1, state = 'inflight', token = ?, holder = 0,
     clock = ?, renewed_at = ?, lease_until = ?, turn = ?, was = ? WHERE place = ?"""
@@ -5965,13 +5980,14 @@ class _LiteEngine(_LiteLeases):
     ) -> list[_Parcel]:
         now, clock = time.time(), time.monotonic()
         turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        rows: list[Any] = []
+        for sql in _LITE_HOLDABLE[state]:
+            rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
         parcels = []
-        keys = {"name": self._name, "n": n}
-        for (place,) in db.execute(_LITE_PLACES[state], keys).fetchall():
+        for row in map(_LiteRow._make, rows):
             turn, token = turn + 1, f"{prefix}{self._fresh()}-{state}"
-            row = db.execute(_LITE_AT, (place, self._name)).fetchone()
-            parcels.append(self._parcel(_LiteRow._make(row), state, token))
-            stamp = (token, clock, now, now + seconds, turn, state, place)
+            parcels.append(self._parcel(row, state, token))
+            stamp = (token, clock, now, now + seconds, turn, state, row.place)
             db.execute(_LITE_HOLD, stamp)
         return parcels
 
