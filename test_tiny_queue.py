@@ -9900,8 +9900,8 @@ class HelpTest(CommandLineCase):
     def test_what_is_no_command_is_usage(self):
         """No command, words where none belong; a name may stand in front."""
         self.assertIn("COMMAND", self.inside(status=2)[1])
-        _, err = self.inside("bench", "now", status=2)
-        self.assertIn("too many arguments: 'now'", err)
+        _, err = self.inside("bench", "here", "now", status=2)
+        self.assertIn("too many arguments: 'here' 'now'", err)
         self.queue(name="mail").put(1)
         self.assertEqual(self.answer("-n", "mail", "stats", "jobs")["pending"], 1)
 
@@ -10491,7 +10491,7 @@ class BenchTest(CommandLineCase):
         """It tells the job's id; after that it has nothing more to say."""
         queue = self.queue(fsync=False)
         queue.put(1, id="a")
-        with tq._Child("hold", self.path) as child:
+        with tq._Child("hold", self.path, "default") as child:
             self.assertEqual(child.answer(), "a")
             self.assertEqual(queue.find("a").state, "inflight")
             child.process.kill()
