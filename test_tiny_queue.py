@@ -10154,8 +10154,8 @@ class HelpTest(CommandLineCase):
     def test_what_is_no_command_is_usage(self):
         """No command, words where none belong; a name may stand in front."""
         self.assertIn("COMMAND", self.inside(status=2)[1])
-        _, err = self.inside("bench", ".", "now", status=2)
-        self.assertIn("too many arguments", err)
+        _, err = self.inside("bench", "here", "now", status=2)
+        self.assertIn("too many arguments: 'here' 'now'", err)
         self.queue(name="mail").put(1)
         self.assertEqual(self.answer("-n", "mail", "stats", "jobs")["pending"], 1)
 
