@@ -3696,6 +3696,23 @@ class FormatTest(Case):
 
 
 class HandWrittenTest(Case):
+    def test_a_rev_by_hand_leaves_room_for_others(self):
+        """Up to 2**27 by hand, twice that under a checksum: verify() agrees."""
+        top = 2**27
+        for rev, sealed, sound in (
+            (top, False, 1), (top + 1, False, 0), (top + 1, True, 1),
+            (2 * top, True, 1),
+        ):  # fmt: skip
+            head = f'{{"id":"a","rev":{rev},"attempts":0,"priority":0,"run_at":0,'
+            body = f'{head}"created_at":1.5,"payload":1'
+            line = tq._sealed(body) if sealed else f"{body}}}\n".encode()
+            self.write("pending", line)
+            queue = self.open()
+            self.assertEqual(len(queue.verify()), 1 - sound, (rev, sealed))
+            self.assertEqual(len(queue), sound)
+            queue.close()
+            shutil.rmtree(self.path)
+
     def test_a_minimal_line_is_a_job(self):
         """id and payload are enough; the rest has defaults."""
         self.write("pending", b'{"id":"a","payload":{"x":"\xc3\xa9\xe2\x80\xa8"}}\n')

@@ -2973,6 +2973,9 @@ def _any_record(line: bytes) -> _Record:
     if "crc" in fields and not seal:
         raise _DamagedError("checksum does not match")
     _fill(fields)
+    if not seal and fields["rev"] > _MAX_REV // 2:
+        # It must leave room for the revs of its job's further changes.
+        raise _DamagedError(f"rev: by hand at most {_MAX_REV // 2}")
     top = _TOP.match(line)
     if top and seal and top[1] != _key(fields["id"]):
         raise _DamagedError("two ids")
@@ -3019,9 +3022,7 @@ def _check_text(what: str, value: object) -> None:
 _natural = functools.partial(_integer, low=0, high=2**53)
 _instant = functools.partial(_number, low=0, high=_MAX_SECONDS)
 _CHECKS: tuple[tuple[str, Callable[[str, Any], Any], Any], ...] = (
-    # Half of what is sound with a checksum: a line by hand must leave room for
-    # the revs of its job's further changes.
-    ("rev", functools.partial(_integer, low=1, high=_MAX_REV // 2), 1),
+    ("rev", functools.partial(_integer, low=1, high=_MAX_REV), 1),
     ("attempts", _natural, 0),
     (
         "priority",
