@@ -5097,6 +5097,34 @@ class HolderTest(Case):
                 os.kill(os.getpid(), signal.SIGKILL)
             queue.task_done(job)
 
+    def test_a_settled_delivery_ends_a_row_of_deaths(self):
+        """After a failure that was told, the next death is a first one again:
+        redelivered at once, whatever the backoff."""
+        queue = self.open(backoff=lambda n: 0.0)
+        queue.put("x", id="a", max_retries=9)
+        self.assertEqual(self.deliver_and_die(), ["a"])
+        queue.task_done(queue.get(), False, "told")
+        self.assertEqual(self.deliver_and_die(), ["a"])
+        slow = self.open(backoff=lambda n: 3600.0)
+        self.assertEqual(slow.get().attempts, 4)
+
+    def test_a_verdict_on_another_delivery_changes_nothing(self):
+        """Whoever decides on a lapsed job may be late: it was renewed, or done
+        and put again under its id, and leased again."""
+        queue = self.open()
+        queue.put(1, id="a")
+        job, engine = queue.get(), queue._engine
+        (lapse,) = engine.lapsed(0.0)
+        queue.extend(job)
+        self.assertEqual(engine.give_back([(lapse, 0.0, "late")]), 0)
+        (lapse,) = engine.lapsed(0.0)
+        queue.task_done(job)
+        queue.put(2, id="a")
+        job = queue.extend(queue.get())
+        for delay in (0.0, None):
+            self.assertEqual(engine.give_back([(lapse, delay, "late")]), 0)
+        queue.task_done(job)
+
     def test_reap_takes_back_what_a_dead_holder_had(self):
         """reap_stale() at once, for any age; many reapers count each once."""
         queue = self.open()
@@ -6000,6 +6028,49 @@ class SqliteTest(Case):
                 queue.put(2, connection=two)
                 two.rollback()
         self.assertEqual(len(queue), 0)
+
+    def test_a_full_disk_in_the_caller_s_transaction(self):
+        """Of many jobs none is kept, and what he wrote before may be."""
+        queue, conn = self.open(), self.connect()
+        queue.put("there")
+        conn.execute("CREATE TABLE theirs (x)")
+        conn.execute("BEGIN")
+        conn.execute("INSERT INTO theirs VALUES (1)")
+        pages = conn.execute("PRAGMA page_count").fetchone()[0]
+        conn.execute(f"PRAGMA max_page_count = {pages + 5}")
+        with self.assertRaisesRegex(tq.QueueError, "free some space"):
+            queue.put_many(["x" * 500] * 100, connection=conn)
+        if conn.in_transaction:
+            conn.execute("COMMIT")
+        self.assertEqual([job.payload for job in queue.jobs()], ["there"])
+
+    def test_a_put_many_that_fails_half_way_in_the_caller_s_transaction(self):
+        """Of its jobs none is kept, and what he wrote before is."""
+        queue, conn = self.open(), self.connect()
+        queue.put("there")
+        conn.execute(
+            "CREATE TRIGGER third BEFORE INSERT ON tiny_queue_jobs"
+            " WHEN new.payload = '3' BEGIN SELECT RAISE(ABORT, 'no third'); END"
+        )
+        conn.execute("BEGIN")
+        queue.put("before", connection=conn)
+        with self.assertRaisesRegex(tq.QueueError, "no third"):
+            queue.put_many([1, 2, 3], connection=conn)
+        conn.execute("COMMIT")
+        self.assertDrains(queue, ["there", "before"])
+
+    def test_an_answer_that_rests_on_a_row_syncs_it(self):
+        """It may be of a process without fsync: DuplicateJobError and exist_ok
+        commit something, so that SQLite syncs its log (I5)."""
+        self.open().put(1, id="a")
+        for fsync in (True, False):
+            queue, said = self.open(fsync=fsync), []
+            self.assertEqual(len(queue), 1)
+            queue._engine._db.connection.set_trace_callback(said.append)
+            queue.put(2, id="a", exist_ok=True)
+            self.assertRaises(tq.DuplicateJobError, queue.put, 2, id="a")
+            touches = [line for line in said if line.startswith("UPDATE")]
+            self.assertEqual(len(touches), 2 if fsync else 0)
 
     def test_a_transaction_that_read_too_early(self):
         """Others have written since: LockTimeoutError says to do it again."""
