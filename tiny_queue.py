@@ -6904,7 +6904,9 @@ class _PgCore(_Database):
         unreachable = isinstance(exc, _UnreachableError)
         exc = cast(Exception, exc.__cause__) if unreachable else exc
         code = getattr(exc, "sqlstate", None)
-        text = self._clean(str(exc))
+        # Not all of it: its detail may quote a row, payload included.
+        said = getattr(getattr(exc, "diag", None), "message_primary", None)
+        text = self._clean(said or str(exc))
         kind, advice = _PG_ADVICE.get(code or "", (QueueError, "nothing was changed"))
         if isinstance(exc, TimeoutError):
             kind, advice = LockTimeoutError, "is it stopped, or the network cut?"
