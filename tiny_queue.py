@@ -6998,7 +6998,8 @@ class _PgCore(_Database):
         self._registered = False  # and the queue's name is there
         self._tokens: dict[str, float] = {}  # unsettled leases and their ends
         self._session: _PgSession | None = None
-        self._session_lock = threading.Lock()
+        self._session_turn = threading.Condition()
+        self._opening = False
         self._pool = _PgPool(self._size)
         self._watch = _PgWatch()
         self._bell = _PgBell(self._ring)
@@ -7164,7 +7165,9 @@ class _PgCore(_Database):
         unreachable = isinstance(exc, _UnreachableError)
         exc = cast(Exception, exc.__cause__) if unreachable else exc
         code = getattr(exc, "sqlstate", None)
-        text = self._clean(str(exc))
+        # Not all of it: its detail may quote a row, payload included.
+        said = getattr(getattr(exc, "diag", None), "message_primary", None)
+        text = self._clean(said or str(exc))
         kind, advice = _PG_ADVICE.get(code or "", (QueueError, "nothing was changed"))
         if isinstance(exc, TimeoutError):
             kind, advice = LockTimeoutError, "is it stopped, or the network cut?"
@@ -7603,17 +7606,41 @@ class _PgLeases(_PgPuts):
 
     def _live_session(self) -> _PgSession:
         """This object's proof of life; a lost one is replaced, and its jobs
-        that nobody has taken over are ours still."""
+        that nobody has taken over are ours still.  One thread connects, the
+        others wait for it as long as it may take itself."""
         if self._pid != os.getpid():
             self.forked()
-        with self._session_lock:
-            session = self._session
-            if session is None or session.lost():
-                self._session = self._new_session()
-                if session is not None:
-                    session.close()
-                    self._rename(session.number, self._session.number)
-            return cast(_PgSession, self._session)
+        deadline = time.monotonic() + max(self._lock_timeout, 1.0)
+        mine, turn = False, self._session_turn
+        try:
+            with turn:
+                while self._opening:
+                    if not turn.wait(deadline - time.monotonic()):
+                        raise self._still_opening()
+                session = self._session
+                if session is not None and not session.lost():
+                    return session
+                mine = self._opening = True
+            self._session = self._new_session()
+            if self._closed:  # meanwhile
+                self._session.close()
+            if session is not None:
+                session.close()
+                self._rename(session.number, self._session.number)
+            return self._session
+        finally:
+            if mine:
+                with turn:
+                    self._opening = False
+                    turn.notify_all()
+
+    def _still_opening(self) -> LockTimeoutError:
+        return LockTimeoutError(
+            f"queue {self.path!r}: another thread is still connecting; is the server"
+            " there?",
+            path=self.path,
+            timeout=self._lock_timeout,
+        )
 
     def _new_session(self) -> _PgSession:
         """On a connection of its own: the one lent goes back to the pool."""
@@ -7762,7 +7789,8 @@ class _PgEngine(_PgLeases):
     def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
         states = _PG_STATES[state]
         rows = self._rows(_PG_SNAPSHOT, bulk=True, states=states, limit=limit)
-        return self._pages((rows and rows[0][0]) or "", states)
+        ids: str | None = rows[0][0] if rows else None
+        return self._pages(ids or "", states)
 
     def _pages(self, ids: str, states: list[str]) -> Iterator[Job]:
         """Read the jobs page by page; what left these states is left out."""
@@ -7872,9 +7900,8 @@ class _PgEngine(_PgLeases):
         self._bell.settle_up()
         self._closed = True
         self._watch.close()
-        with self._session_lock:
-            if self._session is not None:
-                self._session.close()
+        if self._session is not None:
+            self._session.close()
         self._pool.close()
 
     # Moving
