@@ -119,11 +119,15 @@ def potatoq(folder, fsync):
     """acknowledges, with a token; a dead worker's jobs are back when its heartbeat is
     missed; no fsync by default"""
     from potatoq import Potatoq
-    from potatoq.message import Message
 
     app = Potatoq("compare", broker=f"sqlite:///{folder}/queue.db")
     app.conf.broker_transport_options = {"durable": fsync}
-    broker = app.broker
+    return potatoq_calls(app.broker)
+
+
+def potatoq_calls(broker):
+    from potatoq.message import Message
+
     broker.setup()
     consumer = broker.consumer(["default"], "compare")
 
@@ -157,22 +161,12 @@ def server_tiny_queue(url, schema):
 
 
 def server_potatoq(url, schema):
-    """acknowledges, with a token; a dead worker's jobs are back after a timeout"""
+    """acknowledges, with a token; a dead worker's jobs are back when its heartbeat is
+    missed"""
     from potatoq import Potatoq
-    from potatoq.message import Message
 
     path = with_option(url, f"options=-c%20search_path%3D{schema}")
-    broker = Potatoq("compare", broker=path).broker
-    broker.setup()
-    consumer = broker.consumer(["default"], "compare")
-
-    def put_many(jobs):
-        broker.enqueue([Message("task", [job]) for job in jobs])
-
-    def done(delivery):
-        consumer.complete(delivery, None, [])
-
-    return lambda job: put_many([job]), put_many, lambda: consumer.fetch(0.0), done
+    return potatoq_calls(Potatoq("compare", broker=path).broker)
 
 
 def server_procrastinate(url, schema):
