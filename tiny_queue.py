@@ -4658,6 +4658,8 @@ class _Database(_Engine):
 
     def _fresh(self) -> str:
         """An id or token: unique by a random prefix of this process."""
+        if self._pid != os.getpid():
+            self.forked()
         return f"{self._prefix}{next(self._serial):x}"
 
     def _retries(self, own: int | None) -> int:
