@@ -3728,6 +3728,15 @@ class HandWrittenTest(Case):
         queue.task_done(queue.get())
         self.assertIsNone(self.open().get())
 
+    def test_what_stands_behind_the_payload_is_kept(self):
+        """Where a line of ours has nothing, another program's may."""
+        head = b'{"id":"a","rev":1,"attempts":0,"priority":0,"run_at":0,'
+        self.write("pending", head + b'"created_at":1.5,"payload":1,"more":[2]}\n')
+        queue = self.open()
+        self.assertEqual(queue.verify(), [])
+        self.assertEqual(queue.get().payload, 1)
+        self.assertIn(b'"more":[2]', file_bytes(self.path, "inflight"))
+
     def test_a_token_settles_nothing_that_is_not_inflight(self):
         """A line moved back to pending by hand may still have one."""
         self.write("pending", b'{"id":"a","token":"t","payload":1}\n')
@@ -7571,6 +7580,24 @@ if pid:
         self.assertRaises(tq.QueueClosedError, closed.get)
         self.assertDrains(self.open(), [1, 2, 3])
 
+    def test_a_worker_in_a_fork_that_python_does_not_know_of(self):
+        """Its leases are its own, as are its parent's."""
+        queue = self.open()
+        queue.put_many([1, 2])
+        mine = queue.get()
+
+        def work(link):
+            job = queue.get()
+            queue.task_done(job)
+            return job.payload, job.token
+
+        with mock.patch.multiple(tq, _ENGINES=(), _LITE_ENGINES=()):
+            payload, token = self.spawn(work).hear()
+        self.assertEqual(payload, 2)
+        self.assertNotEqual(mine.token.split("-")[0], token.split("-")[0])
+        queue.task_done(mine)
+        self.assertEqual(list(self.open().jobs()), [])
+
     def test_another_makes_the_directory_at_the_same_moment(self):
         """It is used as if this process had made it."""
         self.path = os.path.join(self.dir, "a", "jobs")
@@ -7829,6 +7856,30 @@ class JoinTest(Case):
             self.assertRaises(ValueError, self.queue.put, 1, connection=conn)
         self.assertEqual(len(self.queue), 1)
 
+    def test_another_object_settles_it_first_of_all(self):
+        """It need not have used the database before."""
+        job = self.queue.get()
+        self.open().task_done(job, connection=self.conn)
+        self.conn.commit()
+        self.assertEqual(list(self.queue.jobs()), [])
+
+    def test_a_closed_queue_joins_nothing(self):
+        """QueueClosedError, and the transaction is as it was."""
+        self.effect()
+        self.queue.close()
+        with self.assertRaises(tq.QueueClosedError):
+            self.queue.put(1, id="b", connection=self.conn)
+        self.conn.commit()
+        self.assertEqual((self.effects(), len(self.open())), (["a"], 1))
+
+    def test_a_fork_that_python_does_not_know_of_joins(self):
+        """Its child tells by its pid, and settles in a transaction of its own."""
+        job = self.queue.get()
+        with patched("os", getpid=lambda: -1):
+            self.queue.task_done(job, connection=self.conn)
+        self.conn.commit()
+        self.assertEqual(list(self.open().jobs()), [])
+
     def test_a_commit_ends_another_s_wait(self):
         """A waiting get has the job as soon as the caller commits."""
 
@@ -7858,7 +7909,7 @@ class DirectoryJoinTest(Case):
         self.assertFalse(os.path.exists(self.path))
 
 
-@every_engine(needs="can_join")
+@every_engine
 class MovingTest(Case):
     def test_moving_between_two_queues(self):
         """hold, adopt, drop, let_go: each job is deliverable on one side, in
@@ -7888,6 +7939,26 @@ class MovingTest(Case):
         self.assertEqual(source._engine.drop(held), set())
         self.assertEqual(source._engine.drop(held), {job.id for job in held})
         target._engine.let_go(held)
+
+    def test_the_count_of_dead_holders_moves_along(self):
+        """Else a job that kills its workers would do so longer."""
+        source, target = self.open(backoff=lambda n: 0), self.open(name="target")
+        source.put("x", id="x")
+        source.get(lease_timeout=0.001)
+        eventually(source.reap_stale)
+        (parcel,) = held = source._engine.hold("pending", 10, 60.0, "move-")
+        self.assertEqual((parcel.attempts, parcel.lapses), (1, 1))
+        target._engine.adopt(held, 60.0)
+        self.assertEqual(target._engine.held("move-"), held)
+
+    def test_what_is_held_and_left_comes_back(self):
+        """When its time is over, as the lease of one that died."""
+        queue = self.open()
+        queue.put("x")
+        self.assertEqual(len(queue._engine.hold("pending", 10, 0.01, "move-")), 1)
+        job = queue.get(timeout=PATIENCE)
+        self.assertEqual((job.payload, job.attempts), ("x", 1))
+        queue.task_done(job)
 
 
 class ExactlyOnceTest(Case):

@@ -5145,7 +5145,7 @@ class _LiteCore(_Database):
             self._connect(write)
         if write:
             self._prepare()
-        elif not self._readable:
+        else:
             self._readable = self._known(self._db)
         return self._db if self._readable else None
 
@@ -5324,8 +5324,6 @@ class _LiteCore(_Database):
 
     def _refused(self, exc: Exception, text: str = "") -> QueueError:
         text = text or str(exc)
-        if _lite_busy(exc):
-            return self._timed_out()
         advice = "nothing was acknowledged"
         for part, what in _LITE_ADVICE:
             if part in text:
@@ -5647,8 +5645,7 @@ class _LiteLeases(_LiteJoins):
                 pass  # it is made anew
         lock.acquire(True, self._is_closed)
         try:
-            if holder is None or holder.ident != lock.ident or holder.file.fd < 0:
-                self._holder = holder = lock.new_holder()
+            self._holder = holder = lock.new_holder()
             return holder
         finally:
             lock.release()
@@ -7934,8 +7931,6 @@ class _PgEngine(_PgLeases):
         )
 
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        if not parcels:
-            return
         columns: dict[str, list[Any]] = {
             field: [getattr(parcel, field) for parcel in parcels]
             for field in _Parcel._fields
