@@ -8167,6 +8167,8 @@ class SqliteTest(Case):
             queue = self.open(path=f"sqlite:///{path}")  # fmt: skip
             with self.assertRaisesRegex(tq.QueueError, word):
                 queue.put(1)
+        with self.assertRaisesRegex(tq.QueueError, "not a database"):
+            self.open(path=f"sqlite:///{text}").verify()
         self.assertEqual(pathlib.Path(text).read_text(), "no database at all" * 100)
 
     def test_a_damaged_database_is_told(self):
@@ -8441,6 +8443,128 @@ class SqliteTest(Case):
 
         self.assertEqual(engine._transact(body), (True, 1))
         self.assertEqual(len(queue), 1)
+
+    def test_without_sqlite3_the_error_says_so(self):
+        """The module imports on a Python that was built without it."""
+        with mock.patch.dict(sys.modules, sqlite3=None):
+            with self.assertRaisesRegex(tq.QueueError, "built without"):
+                self.open()
+
+    def test_a_database_in_memory_is_another(self):
+        """ValueError: its connection has no file that could be the queue's."""
+        queue = self.open()
+        with contextlib.closing(sqlite3.connect(":memory:")) as conn:
+            with self.assertRaisesRegex(ValueError, "main database"):
+                queue.put(1, connection=conn)
+        self.assertEqual(os.listdir(self.dir), [])
+
+    def test_a_log_that_sqlite_refuses(self):
+        """Without WAL a reader would wait for each writer: QueueError at once,
+        and no table is made."""
+        queue = self.open()
+        engine = queue._engine
+        connect = engine._connect
+
+        def stubborn(write):
+            connect(write)
+            engine._db = Patched(engine._db, execute=functools.partial(run, engine._db))
+
+        def run(db, sql, *args):
+            sql = "SELECT 'delete'" if "journal_mode" in sql else sql
+            return db.execute(sql, *args)
+
+        with mock.patch.object(engine, "_connect", stubborn):
+            with self.assertRaisesRegex(tq.QueueError, "refuses its WAL.*'delete'"):
+                queue.put(1)
+        names = self.connect().execute("SELECT name FROM sqlite_master").fetchall()
+        self.assertEqual(names, [])
+
+    def test_a_call_in_the_middle_of_a_call(self):
+        """QueueError, where waiting for oneself would be for ever."""
+        queue = self.open()
+        queue.put(1)
+        with self.assertRaisesRegex(tq.QueueError, "in the middle of a call"):
+            queue._engine._transact(lambda db: queue.put(2))
+        self.assertDrains(queue, [1])
+
+    def test_another_thread_s_call_that_does_not_end(self):
+        """LockTimeoutError in time; afterwards the object works."""
+        queue, errors = self.open(lock_timeout=0.05), []
+        queue.put(1)
+
+        def put(db):
+            self.run_threads(lambda: errors.append(self.error_of(queue.put, 2)))
+
+        queue._engine._transact(put)
+        self.assertEqual([type(error) for error in errors], [tq.LockTimeoutError])
+        self.assertDrains(queue, [1])
+
+    def error_of(self, call, *args):
+        with self.assertRaises(tq.QueueError) as caught:
+            call(*args)
+        return caught.exception
+
+    def test_an_error_of_the_system(self):
+        """QueueError with its errno, where the database cannot be looked at."""
+        queue = self.open()
+        refusing = mock.Mock(side_effect=PermissionError(errno.EACCES, "Denied"))
+        with patched("os", stat=refusing):
+            error = self.error_of(queue.put, 1)
+        self.assertEqual(error.errno, errno.EACCES)
+        queue.put(2)
+        self.assertDrains(queue, [2])
+
+    def test_a_connection_that_does_not_close(self):
+        """close() says so in the log, and the queue is closed."""
+        queue = self.open()
+        queue.put(1)
+        db, refusing = queue._engine._db, mock.Mock()
+        refusing.connection.close.side_effect = sqlite3.OperationalError("no way")
+        queue._engine._db = refusing
+        with self.assertLogs("tiny_queue", "WARNING") as logs:
+            queue.close()
+        self.assertIn("no way", logs.output[0])
+        self.assertRaises(tq.QueueClosedError, queue.put, 2)
+        db.connection.close()
+
+    def test_a_lock_file_that_was_deleted_or_replaced(self):
+        """Who leases next proves its life on the file that is there now."""
+        queue, other = self.open(), self.open()
+        queue.put_many(range(5))
+        queue.task_done(queue.get())
+        for makers in ([queue], [other, queue]):
+            os.unlink(f"{self.file}-tiny_queue.lock")
+            for maker in makers:
+                job = maker.get()
+                for view in (queue, other, self.open()):
+                    self.assertEqual(view._engine.lapsed(math.inf), [])
+                maker.task_done(job)
+        self.assertDrains(queue, [4])
+
+    def test_a_database_that_is_deleted_while_somebody_waits(self):
+        """The wait goes on for the one that comes in its place."""
+        queue, found = self.open(), []
+        queue.put("old", delay=3600)
+        self.assertIsNone(queue.get(timeout=0.05))
+        for name in os.listdir(self.dir):
+            os.unlink(os.path.join(self.dir, name))
+        self.assertIsNone(queue.get(timeout=0.05))
+        self.run_threads(
+            lambda: found.append(queue.get(timeout=PATIENCE).payload),
+            lambda: self.open().put("new"),
+        )
+        self.assertEqual(found, ["new"])
+
+    def test_what_has_left_its_state_is_not_shown_in_it(self):
+        """Of the later pages: they are as they are when they are read."""
+        queue = self.open()
+        queue.put_many(range(6))
+        with mock.patch.object(tq, "_LITE_PAGE", 2):
+            jobs = queue.jobs("pending")
+            found = [next(jobs).payload]
+            queue.get_many(4)
+            found += [job.payload for job in jobs]
+        self.assertEqual(found, [0, 1, 4, 5])
 
     def test_the_first_put_of_all_may_join(self):
         """The tables are made in the same transaction, and go with it."""
