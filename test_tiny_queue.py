@@ -4670,6 +4670,29 @@ class DurabilityTest(Case):
             self.queue.put(2)
         self.assertEqual(sorted(events), ["sync dir", "sync pending"])
 
+    def test_a_thread_that_waits_for_another_s_sync_has_its_own(self):
+        """If it appended before that began: the one sync is for both."""
+        self.queue.put(1)
+        store, real, syncs = self.queue._engine._store, tq._sync, []
+        tickets = [store.ticket(store.files[0], []) for _ in range(2)]
+
+        def slow(fd):
+            syncs.append(fd)
+            eventually(lambda: waits(threads[1]))
+            real(fd)
+
+        threads = [
+            threading.Thread(target=store.commit, args=(ticket,)) for ticket in tickets
+        ]
+        with mock.patch.object(tq, "_sync", slow):
+            threads[0].start()
+            eventually(lambda: syncs)
+            threads[1].start()
+            for thread in threads:
+                thread.join(PATIENCE)
+        self.assertEqual(len(syncs), 1)
+        self.assertEqual(store.files[0].inode.synced, tickets[1].number)
+
     def test_threads_share_a_sync(self):
         """While one sync runs others gather, and the next append and sync are
         for all of them (group commit)."""
@@ -8716,6 +8739,94 @@ class PostgresUrlTest(Case):
         self.assertFalse(caught.exception.outcome_unknown)
 
 
+class PostgresScriptedTest(Case):
+    """What no server says at will: none is asked."""
+
+    def setUp(self):
+        super().setUp()
+        if psycopg is None:
+            self.skipTest(NO_POSTGRES)
+        self.queue = self.open(path="postgresql://127.0.0.1:1/x")
+        self.engine = self.queue._engine
+
+    def test_a_telling_that_fails_is_still_owed(self):
+        """A put that fails would have paid for those before it."""
+        self.engine._bell = bell = mock.Mock(owing=True)
+        failing = mock.Mock(side_effect=tq.QueueError("no"))
+        for tell, owed in ((True, 1), (False, 0)):
+            bell.reset_mock()
+            bell.ask.return_value = tell
+            self.assertRaises(tq.QueueError, self.engine._telling, True, failing)
+            failing.assert_called_with(tell)
+            self.assertEqual(bell.owe.call_count, owed)
+
+    def test_a_bell_that_cannot_ring(self):
+        """The log says so; a closed queue's does not even try."""
+        refusing = mock.Mock(side_effect=tq.QueueError("no server"))
+        with mock.patch.object(self.engine, "_rows", refusing):
+            with self.assertLogs("tiny_queue", "WARNING") as logs:
+                self.engine._ring()
+            self.assertIn("not told of new jobs: no server", logs.output[0])
+            self.queue.close()
+            self.engine._ring()
+        self.assertEqual(refusing.call_count, 1)
+
+    def test_leases_that_are_never_settled_are_forgotten(self):
+        """When they are over: an object's memory stays bounded."""
+        dead = {f"t{n}": time.monotonic() - 1 for n in range(10_000)}
+        self.engine._tokens = dict(dead)
+        self.engine._remember([], 5.0)
+        self.assertEqual(self.engine._tokens, dead)
+        self.engine._remember([tq.Job("a", 1, token="mine")], 5.0)
+        self.assertEqual([*self.engine._tokens], ["mine"])
+
+    def test_waiting_for_a_descriptor(self):
+        """poll() and, where there is none, select() say the same."""
+        near, far = socket.socketpair()
+        self.addCleanup(near.close)
+        lack = types.SimpleNamespace(select=select.select)
+        for module in (select, lack):
+            with mock.patch.dict(sys.modules, select=module):
+                found = [tq._poll(near.fileno(), events, 0) for events in (1, 2, 3)]
+                self.assertEqual(found, [0, 2, 2])
+                far.send(b"x")
+                found = [tq._poll(near.fileno(), events, 1) for events in (1, 2, 3)]
+                self.assertEqual((found, near.recv(9)), ([1, 2, 3], b"x"))
+        far.close()
+        self.assertEqual(tq._poll(near.fileno(), 1, 1), 1)
+
+    def test_patience_ends_at_the_deadline_only(self):
+        """A wait that ended early goes on: its length is rounded and capped."""
+
+        def steps():
+            return (yield 1)
+
+        patience = tq._Patience(-1)
+        with mock.patch.object(tq, "_poll", side_effect=[0, 0, 1]) as poll:
+            self.assertEqual(patience.wait(steps()), 1)
+        self.assertEqual(poll.call_count, 3)
+        patience.deadline = time.monotonic()
+        with mock.patch.object(tq, "_poll", return_value=0):
+            self.assertRaises(TimeoutError, patience.wait, steps())
+
+    def test_a_damaged_table(self):
+        """verify() says after how many sound jobs; other errors are raised."""
+        job = tq.Job("a", 1)
+        for code, found in (("XX001", 3), ("XX002", 3), ("57014", None)):
+            error = tq.QueueError("invalid page", sqlstate=code)
+
+            def records(*_, error=error):
+                yield from (job, job)
+                raise error
+
+            with mock.patch.object(self.engine, "records", records):
+                if found is None:
+                    self.assertRaises(tq.QueueError, self.queue.verify)
+                else:
+                    (damage,) = self.queue.verify()
+                    self.assertEqual(damage[1:], (found, "invalid page"))
+
+
 class PostgresMissingTest(Case):
     def test_without_psycopg_the_error_says_what_to_install(self):
         """The module imports without it; only such a URL needs it."""
@@ -9018,6 +9129,114 @@ class PostgresFaultTest(ClusterCase):
         self.assertIsNone(other.get())
         queue.task_done(job)
 
+    def sleeper(self, queue):
+        """A thread that waits for a job; what it gets, or its error."""
+        found = []
+
+        def get():
+            try:
+                found.append(queue.get(timeout=PATIENCE).payload)
+            except tq.QueueError as exc:
+                found.append(type(exc))
+
+        thread = threading.Thread(target=get)
+        thread.start()
+        eventually(lambda: self.hears(thread))
+        return thread, found
+
+    def hears(self, thread):
+        """Whether it sleeps until the server says something."""
+        frame = sys._current_frames().get(thread.ident)
+        codes = [frame and frame.f_code, frame and frame.f_back and frame.f_back.f_code]
+        return codes == [tq._poll.__code__, tq._PgSession.hear.__code__]
+
+    def test_close_ends_a_sleep(self):
+        """At once, and the server sees the connection go."""
+        queue = self.open()
+        queue.put(1, delay=3600)
+        thread, found = self.sleeper(queue)
+        queue.close()
+        thread.join(5.0)
+        self.assertEqual(found, [tq.QueueClosedError])
+        sql = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = %s"
+        eventually(lambda: not self.ask(sql, [queue._engine._session.number]))
+
+    def test_a_session_that_ends_in_a_sleep(self):
+        """Whoever slept on it gets the next job all the same."""
+        queue = self.open()
+        queue.put(1, delay=3600)
+        thread, found = self.sleeper(queue)
+        old = queue._engine._session
+        self.ask(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE objid ="
+            f" {old.number} AND locktype = 'advisory'"
+        )
+        self.open().put("next")
+        thread.join(PATIENCE)
+        self.assertEqual(found, ["next"])
+        self.assertIsNot(queue._engine._session, old)
+
+    def test_a_telling_between_looking_and_sleeping(self):
+        """It comes with another answer, and is not slept over."""
+        queue, other = self.open(), self.open()
+        other.put(1, delay=3600)
+        engine, session = queue._engine, queue._engine._live_session()
+
+        def ask(link, template, **params):
+            rows = tq._PgPuts._ask(engine, link, template, **params)
+            if template == tq._PG_PEEK:
+                other.put("told")
+                eventually(lambda: link.rows("SELECT 1", {}) and session.told)
+            return rows
+
+        start = time.monotonic()
+        with mock.patch.object(engine, "_ask", ask):
+            self.assertTrue(engine._listen_on(session, PATIENCE))
+        self.assertLess(time.monotonic() - start, PATIENCE / 2)
+        self.assertEqual(queue.get().payload, "told")
+
+    def test_an_owner_number_that_another_has(self):
+        """Each object's is its own: it draws until one is free."""
+        queue, other = self.open(), self.open()
+        queue.put(1)
+        taken = queue._engine._live_session().number
+        with mock.patch.object(
+            tq.random, "getrandbits", side_effect=[taken - 1, taken - 1, taken]
+        ):
+            self.assertEqual(other._engine._live_session().number, taken + 1)
+
+    def test_an_id_that_comes_and_goes(self):
+        """Alive at the put, gone at the look, ever again: an error in the end."""
+        queue = self.open()
+        queue.put(1)
+        with mock.patch.object(queue._engine, "_ask", return_value=[]) as ask:
+            with self.assertRaisesRegex(tq.QueueError, "comes and goes"):
+                queue.put(2, id="x")
+        self.assertGreater(ask.call_count, 10)
+
+        def ask_for_many(link, template, **params):
+            if "payloads" in params:
+                raise psycopg.errors.UniqueViolation
+            return []
+
+        with mock.patch.object(queue._engine, "_ask", ask_for_many):
+            with self.assertRaisesRegex(tq.QueueError, "is no more; put them again"):
+                queue.put_many([2, 3], ids=["x", "y"])
+        self.assertDrains(queue, [1])
+
+    def test_tables_that_were_dropped(self):
+        """QueueError that says what comes next: they are made anew."""
+        queue = self.open()
+        queue.put(1)
+        schema = self.place.schema(self.path)
+        ours = [f"{schema}.tiny_queue_{name}" for name in ("job", "queues", "version")]
+        for what in (f"TABLE {', '.join(ours)}", f"SCHEMA {schema} CASCADE"):
+            self.ask(f"DROP {what}")
+            with self.assertRaisesRegex(tq.QueueError, "call makes (them|it) anew"):
+                queue.put(2)
+            queue.put(3)
+            self.assertDrains(queue, [3])
+
     def test_a_killed_worker_s_job_is_back_though_a_child_lives(self):
         """A forked child does not keep its parent's session."""
 
@@ -9081,13 +9300,30 @@ class PostgresLostTest(ClusterCase):
 
     def test_a_take_whose_answer_is_lost(self):
         """At whichever answer: the job is leased once, to whoever asked."""
-        for number in range(1, 7):
+        for queue in self.each_answer():
+            job = queue.get()
+            self.assertEqual((job.id, job.attempts), ("first", 1))
+            other = self.open()  # which loses no answer
+            self.assertEqual(other.stats().inflight, 1)
+            other.release(job)
+
+    def each_answer(self):
+        """New queues that lose the first, second, ... answer, as many as come."""
+        for number in itertools.count(1):
+            queue = self.open(path=self.queue._engine.source)
             self.relayed.cut_at = number
-            job = self.queue.get()
-            self.assertEqual((job.id, job.attempts), ("first", 1), number)
-            self.assertEqual(self.open().stats().inflight, 1)
-            self.relayed.cut_at = 0
-            self.queue.release(job)
+            yield queue
+            if self.relayed.cut_at:
+                break
+            queue.close()
+        self.relayed.cut_at = 0
+        self.assertGreater(number, 6)
+
+    def test_a_look_before_all_whose_answer_is_lost(self):
+        """Where there is no table yet, there is no job either."""
+        self.place.clean(self.path)
+        for queue in self.each_answer():
+            self.assertIsNone(queue.get())
 
     def test_a_settlement_whose_answer_is_lost(self):
         """It is done, and the caller is told that this is not certain."""
@@ -9191,6 +9427,45 @@ class PostgresBellTest(Case):
         self.assertLess(told + len(rings), 100)
         eventually(lambda: bell._payer is None)
 
+    def test_a_debt_made_while_the_payer_leaves(self):
+        """It has looked for the last time, and is not gone: another pays."""
+        rings = []
+
+        class Engine:
+            def ring(self):
+                rings.append(bell._payer)
+
+        class Late:
+            def __enter__(self):
+                bell.owing = not rings
+
+            def __exit__(self, *exc_info):
+                pass
+
+        engine = Engine()
+        bell = tq._PgBell(engine.ring)
+        bell._lock = Late()
+        with patched("time", sleep=lambda seconds: None):
+            bell._pay()
+            eventually(lambda: rings)
+            eventually(lambda: bell._payer is None)
+
+    def test_the_bell_of_a_queue_that_is_gone(self):
+        """It keeps no engine alive, and rings nobody."""
+        rings = []
+
+        class Engine:
+            def ring(self):
+                rings.append(self)
+
+        engine = Engine()
+        bell = tq._PgBell(engine.ring)
+        del engine
+        gc.collect()
+        bell.owing = True
+        bell.settle_up()
+        self.assertEqual((rings, bell.owing), ([], False))
+
     @unittest.skipIf(NO_POSTGRES, NO_POSTGRES)
     def test_waiting_workers_hear_of_puts_at_once(self):
         """Median under 5 ms on a machine that is not busy; a tenth of the poll
@@ -9245,6 +9520,15 @@ class PostgresJoinTest(Case):
                     self.queue.put(3, connection=conn)
                 conn.execute("SELECT 1")
         self.assertDrains(self.queue, ["first", 2])
+
+    def test_a_transaction_that_may_not_write(self):
+        """The server's error is a QueueError, and the caller rolls back."""
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            conn.execute("SET TRANSACTION READ ONLY")
+            with self.assertRaisesRegex(tq.QueueError, "only reads"):
+                self.queue.put(2, connection=conn)
+            conn.rollback()
+        self.assertDrains(self.queue, ["first"])
 
     def test_rows_may_be_anything_on_it(self):
         """Whatever row factory and adapters the application has set."""
@@ -10010,6 +10294,61 @@ class MoveTest(CommandLineCase):
             self.assertEqual((answer["pending"], answer["kept"]), (2, 1))
             self.assertEqual(self.open(source).get().payload, 2)
             self.assertEqual(self.open(target).find("b").payload, "other")
+
+    def test_what_came_back_meanwhile_moves_as_if_new(self):
+        """Leases of a move that ended while it was held: before the drop, or
+        while nobody went on with it."""
+        for source, target in self.pairs():
+            queue, moved = self.open(source), self.open(target)
+            for later in (False, True):
+                queue.put("x", id="x")
+                move = tq._Move(queue, moved)
+                move._there = self.returning(move, later)
+                with contextlib.suppress(Killed):
+                    move.run()
+                if later:
+                    self.assertEqual((len(queue), moved.get()), (1, None))
+                    move = tq._Move(queue, moved)
+                    move.run()
+                self.assertEqual(move.moved["pending"], 1)
+                self.assertEqual(self.drain(queue) + self.drain(moved), ["x"])
+
+    def returning(self, move, later):
+        """The target's engine; its first adoption ends the lease at the source,
+        and the move if that is made good by a later one."""
+        here, there = move._here, move._there
+
+        def adopt(parcels, seconds):
+            there.adopt(parcels, seconds)
+            move._there = there
+            here.let_go(parcels)
+            if later:
+                raise Killed
+
+        return Patched(there, adopt=adopt)
+
+    def test_people_are_told_what_moved_and_what_stays(self):
+        """In a sentence each; the status is 1 if anything was kept."""
+        for source, target in self.pairs():
+            self.fill(source)
+            said = self.shown("move", source, target)[0]
+            self.assertIn("moved 6 waiting and 1 dead jobs", said)
+            self.assertIn("1 inflight stay until they are settled", said)
+            self.assertNotIn("the target has", said)
+            self.assertNotIn("inflight", self.shown("move", target, source)[0])
+            self.open(target).put("other", id="x")
+            said = self.shown("move", source, target, status=1)[0]
+            self.assertIn("moved 5 waiting", said)
+            self.assertIn("1 stay: the target has their ids", said)
+
+    def test_a_move_that_fails_says_how_to_go_on(self):
+        """With the same command: nothing is lost."""
+        self.command("put", "jobs", "1")
+        text = os.path.join(self.folder, "text")
+        pathlib.Path(text).write_text("no database at all" * 100)
+        said = self.command("move", "jobs", f"sqlite:///{text}", status=1)[1]
+        self.assertIn("not finished: the same command goes on", said)
+        self.assertEqual(self.answer("stats", "jobs")["pending"], 1)
 
     def test_what_nobody_goes_on_with_comes_back(self):
         """A move that ended for good gives its jobs back after an hour."""
@@ -10932,6 +11271,14 @@ class BenchTest(CommandLineCase):
             self.assertGreater(figure["value"], 0, figure)
             if figure["unit"] == "/s":
                 self.assertGreater(figure["of_floor"], 0, figure)
+
+    def test_crowds_are_measured_in_each_round(self):
+        """In a short bench only once: starting processes takes most of it."""
+        for jobs, want in ((999, 1), (1000, tq._ROUNDS)):
+            bench, turns = tq._Bench(self.folder, jobs), []
+            bench._measure_crowd = bench._measure_waiting = turns.append
+            self.assertEqual(bench._take_turns({"one": turns.append}), [])
+            self.assertEqual(len(turns), tq._ROUNDS + 2 * want)
 
     def test_a_database_is_measured_by_its_url(self):
         """The figures that make sense there, without a floor; its own queues
