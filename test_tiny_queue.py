@@ -4678,7 +4678,7 @@ class DurabilityTest(Case):
 
         def slow(fd):
             syncs.append(fd)
-            eventually(lambda: waits(threads[1]))
+            eventually(lambda: store.files[0].inode.cond._waiters)
             real(fd)
 
         threads = [
