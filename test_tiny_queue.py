@@ -1638,6 +1638,7 @@ class LifeTest(Case):
                 self.assertEqual(queue.get().id, "b")
         self.assertIn("lapsed jobs not given back: disk full", logs.output[0])
 
+    @of_files
     def test_an_interrupted_call_leaves_no_half_change(self):
         """A get that Ctrl-C hits in its write has picked a job: the next get of
         the same object still has it to give."""
@@ -1652,6 +1653,7 @@ class LifeTest(Case):
             self.assertRaises(KeyboardInterrupt, queue.get)
         self.assertDrains(queue, [1, 2])
 
+    @of_files
     def test_an_interrupted_first_look_is_begun_anew(self):
         """Ctrl-C while the files are read for the first time leaves no job that
         is counted and never delivered."""
@@ -3253,7 +3255,7 @@ class WorkerLeaseTest(WorkerCase):
         before = threading.active_count()
         # One that was under way when the handler ended may come after it.
         eventually(lambda: self.renewals() == "aabb")
-        self.assertEqual(threading.active_count(), before)
+        self.assertLessEqual(threading.active_count(), before)
 
     def test_jobs_that_went_to_another_are_his(self):
         """A worker that stood still longer than its lease settles nothing, by
@@ -7333,6 +7335,7 @@ class ThreadsTest(Case):
         self.run_threads(*[lambda: [queue.put(n) for n in range(20)]] * 8)
         self.assertEqual(len(self.open()), 160)
 
+    @of_files
     def test_a_put_that_is_interrupted_before_it_works(self):
         """The next put does not wait for it."""
         queue = self.open(fsync=True)
