@@ -1457,6 +1457,11 @@ class _Engine:
         """The jobs inflight under tokens that start so."""
         raise NotImplementedError
 
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        """Hold what held() finds for so many seconds, under new tokens: a
+        move that still has the old ones can change nothing with them."""
+        raise NotImplementedError
+
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
         """Insert jobs, all or none, inflight as hold() leaves them; an id that
         is alive raises DuplicateJobError."""
@@ -2357,6 +2362,22 @@ class _FileMoves(_FileLeases):
             for record, token in zip(records, tokens)
             if token.startswith(prefix)
         ]
+
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        parcels, ticket = self._transact(self._rehold, seconds, prefix)
+        self._commit(ticket)
+        return cast("list[_Parcel]", parcels)
+
+    def _rehold(
+        self, seconds: float, prefix: str
+    ) -> tuple[list[_Parcel], _Ticket | None]:
+        parcels = [
+            parcel._replace(token=f"{prefix}{self._fresh()}-{parcel.state}")
+            for parcel in self._find_held(prefix)
+        ]
+        keys = [_key(parcel.id) for parcel in parcels]
+        records = [self._record(key, self._index.entries[key]) for key in keys]
+        return parcels, self._lease_moved(records, parcels, seconds)
 
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
         self._commit(self._transact(self._adopt, parcels, seconds))
@@ -5985,16 +6006,22 @@ class _LiteEngine(_LiteLeases):
     def _hold(
         self, db: Any, state: str, n: int, seconds: float, prefix: str
     ) -> list[_Parcel]:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
         rows: list[Any] = []
         for sql in _LITE_HOLDABLE[state]:
             rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
+        return self._hold_rows(db, rows, state, seconds, prefix)
+
+    def _hold_rows(
+        self, db: Any, rows: list[Any], state: str, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
         parcels = []
         for row in map(_LiteRow._make, rows):
-            turn, token = turn + 1, f"{prefix}{self._fresh()}-{state}"
-            parcels.append(self._parcel(row, state, token))
-            stamp = (token, clock, now, now + seconds, turn, state, row.place)
+            was = row.was or state
+            turn, token = turn + 1, f"{prefix}{self._fresh()}-{was}"
+            parcels.append(self._parcel(row, was, token))
+            stamp = (token, clock, now, now + seconds, turn, was, row.place)
             db.execute(_LITE_HOLD, stamp)
         return parcels
 
@@ -6024,6 +6051,14 @@ class _LiteEngine(_LiteLeases):
             self._parcel(row, row.was or "pending", cast(str, row.token))
             for row in map(_LiteRow._make, rows)
         ]
+
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._rehold, seconds, prefix, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _rehold(self, db: Any, seconds: float, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return self._hold_rows(db, rows, "pending", seconds, prefix)
 
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
         self._transact(self._adopt, parcels, seconds)
@@ -6575,6 +6610,19 @@ SELECT PARCEL FROM HOME.tiny_queue_job
 WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(prefix)s)
     AND moved_from IS NOT NULL
 ORDER BY place
+"""
+
+_PG_REHOLD = """
+-- Under new tokens: whoever has the old ones can change nothing any more.
+WITH held AS (
+    UPDATE HOME.tiny_queue_job SET rev = rev + 1,
+        renewed_at = NOW, lease_until = NOW + %(seconds)s,
+        token = %(prefix)s || nextval('HOME.tiny_queue_place') || '-' || moved_from
+    WHERE queue = %(queue)s AND state = 'inflight'
+        AND starts_with(token, %(prefix)s) AND moved_from IS NOT NULL
+    RETURNING *
+)
+SELECT PARCEL, LAZY FROM held ORDER BY place
 """
 
 _PG_ADOPT = """
@@ -7244,9 +7292,10 @@ class _PgCore(_Database):
         text = self._texts.get(key)
         if text is None:
             words = {**self._words, **words}
-            names = "|".join(words)
-            while re.search(rf"\b({names})\b", template):
-                template = re.sub(rf"\b({names})\b", lambda m: words[m[1]], template)
+            # What is quoted is the schema's name, which may be one of these words.
+            word = re.compile(rf"(?<!\")\b({'|'.join(words)})\b")
+            while word.search(template):
+                template = word.sub(lambda m: words[m[1]], template)
             text = self._texts[key] = template
         return text
 
@@ -7929,6 +7978,10 @@ class _PgEngine(_PgLeases):
         rows = self._rows(_PG_HELD, bulk=True, prefix=prefix)
         return [self._parcel(row) for row in rows]
 
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        rows = self._rows(_PG_REHOLD, bulk=True, seconds=seconds, prefix=prefix)
+        return [self._parcel(row) for row in rows]
+
     def _parcel(self, row: Sequence[Any]) -> _Parcel:
         parcel = _Parcel(*row[: len(_Parcel._fields)])
         error = parcel.last_error
@@ -8252,7 +8305,9 @@ def _parser(**options: Any) -> argparse.ArgumentParser:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            super().error(_visible(message))  # it quotes the arguments raw
+            # It quotes the arguments raw, and one may be a URL with a password.
+            message = re.sub(r"(://[^:@/\s]*:).*@", r"\1***@", message)
+            super().error(_visible(message))
 
     return Parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -8829,15 +8884,19 @@ class _Move:
         self._here.let_go(self.kept)
 
     def _go_on(self) -> None:
-        """Finish what an earlier move left."""
-        here = {parcel.token: parcel for parcel in self._here.held(self._prefix)}
-        there = {parcel.token: parcel for parcel in self._there.held(self._prefix)}
-        self._adopt([here[token] for token in here if token not in there])
-        self._drop([here[token] for token in here if token in there])
-        self._land([there[token] for token in there if token not in here])
+        """Finish what an earlier move left, which may still be at it.
+
+        What is held there is looked at first.  Each of these jobs is then either
+        gone from here, or it is here, where the new token keeps the other move
+        from dropping it after we have dropped the copy.
+        """
+        there = self._there.held(self._prefix)
+        here = self._here.rehold(self._SECONDS, self._prefix)
+        self._land(there)
+        self._adopt(here)
 
     def _land(self, parcels: list[_Parcel]) -> None:
-        """Let go what is gone from here; what came back here is ours again."""
+        """Let go what is gone from here; of what is here drop the copy."""
         back = [parcel for parcel in parcels if self._is_here(parcel)]
         if back:
             self._there.drop(back)
@@ -9332,6 +9391,12 @@ class _Supervisor:
             return
         theirs.close()
         slot.begin(process, ours, self._wake)
+        # Not as an argument, which everybody can read: it may have a password.
+        where = _quote(self.queue._engine.source)
+        try:
+            _write(cast(IO[bytes], process.stdin).fileno(), f"{where}\n".encode())
+        except BrokenPipeError:
+            pass  # it died at once, which is seen to
 
     def _pause(self, slot: _Slot, why: str) -> None:
         slot.pause = min(slot.pause * 2 or 0.1, self._LONGEST_PAUSE)
@@ -9441,6 +9506,7 @@ def _inheritable(fd: int) -> tuple[str, tuple[int, ...]]:
 
 def _work_in_child(args: argparse.Namespace) -> int:
     reports = _Reports(args.report_to)
+    args.dir = json.loads(_first_line(0))  # the one among the arguments is for `ps`
     handler = _import_handler(*args.given)
     _log_to_stderr()
     with _open_queue(args) as queue:
@@ -9457,6 +9523,17 @@ def _work_in_child(args: argparse.Namespace) -> int:
     counts = ", ".join(f"{name} {n}" for name, n in totals._asdict().items())
     _log().info("worker %d ends: %s", os.getpid(), counts)
     return _OK
+
+
+def _first_line(fd: int) -> bytes:
+    """Read up to a newline, and not one byte of what comes after."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            raise _RefusalError("the supervisor is gone")
+        line += byte
+    return line
 
 
 class _Reports:
