@@ -184,6 +184,8 @@ class Child(Link):
     What the function returns is told last; an exception fails hear().
     """
 
+    place = types.SimpleNamespace(gone=lambda pid: None)
+
     def __init__(self, function, *args):
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
@@ -209,9 +211,11 @@ class Child(Link):
             link.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def kill(self, number=signal.SIGKILL):
-        os.kill(self.pid, number)
+        pid = self.pid
+        os.kill(pid, number)
         if number == signal.SIGKILL:
             self.wait()
+            self.place.gone(pid)
 
     def wait(self):
         if self.pid:
@@ -369,6 +373,9 @@ class Place:
         """Whether a process that is to use a queue has got as far as that."""
         return os.path.exists(where)
 
+    def gone(self, pid):
+        """Return when all have noticed that a process was killed."""
+
     def census(self, where, name="default"):
         """Each job's state and attempts, read without the module."""
         return {
@@ -464,6 +471,10 @@ class PostgresPlace(Place):
             return "psycopg" in pathlib.Path(f"/proc/{pid}/maps").read_text()
         except FileNotFoundError:  # not Linux
             return True
+
+    def gone(self, pid):
+        sql = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s"
+        eventually(lambda: not self.ask(sql, [f"tiny_queue {pid}"]))
 
     def connect(self, where):
         """The application's own connection, in the queue's schema."""
@@ -682,6 +693,7 @@ class Case(unittest.TestCase):
 
     def spawn(self, function, *args):
         child = Child(function, *args)
+        child.place = self.place
         self.addCleanup(child.end)
         return child
 

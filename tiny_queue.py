@@ -7113,7 +7113,7 @@ class _PgCore(_Database):
         conninfo = {
             "connect_timeout": math.ceil(min(lasting, 1e6) / hosts),
             "client_encoding": "utf8",
-            "fallback_application_name": "tiny_queue",
+            "fallback_application_name": f"tiny_queue {os.getpid()}",
             "keepalives_idle": self._keepalive,
             "keepalives_interval": max(1, self._keepalive // 3),
             "keepalives_count": 3,
