@@ -5766,7 +5766,132 @@ class _LiteLeases(_LiteJoins):
         return ("delayed", time.time() + delay) if delay else ("ready", 0.0)
 
 
-class _LiteEngine(_LiteLeases):
+class _LiteMoves(_LiteLeases):
+    """Jobs on their way to another queue or from one."""
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        args = (state, n, seconds, prefix)
+        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
+
+    def _hold(
+        self, db: Any, state: str, n: int, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        rows: list[Any] = []
+        for sql in _LITE_HOLDABLE[state]:
+            rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
+        return self._hold_rows(db, rows, state, seconds, prefix)
+
+    def _hold_rows(
+        self, db: Any, rows: list[Any], state: str, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        parcels = []
+        for row in map(_LiteRow._make, rows):
+            was = row.was or state
+            turn, token = turn + 1, f"{prefix}{self._fresh()}-{was}"
+            parcels.append(self._parcel(row, was, token))
+            stamp = (token, clock, now, now + seconds, turn, was, row.place)
+            db.execute(_LITE_HOLD, stamp)
+        return parcels
+
+    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
+        return _Parcel(
+            _from_column(row.id),
+            row.payload,
+            state,
+            row.attempts,
+            row.priority,
+            row.created_at,
+            row.run_at,
+            row.leased_at,
+            None if row.last_error is None else _from_column(row.last_error),
+            row.max_retries,
+            row.lapses,
+            token,
+        )
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._held, prefix, write=False, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return [
+            self._parcel(row, row.was or "pending", cast(str, row.token))
+            for row in map(_LiteRow._make, rows)
+        ]
+
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._rehold, seconds, prefix, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _rehold(self, db: Any, seconds: float, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return self._hold_rows(db, rows, "pending", seconds, prefix)
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        self._transact(self._adopt, parcels, seconds)
+
+    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        for parcel in parcels:
+            turn += 1
+            row = self._row(db, parcel.id)
+            if row is not None:
+                raise self._duplicate(self._view(row))
+            error = parcel.last_error
+            values = (
+                self._name,
+                _to_column(parcel.id),
+                random.getrandbits(48),
+                parcel.attempts,
+                parcel.priority,
+                parcel.created_at,
+                parcel.run_at,
+                parcel.max_retries,
+                parcel.lapses,
+                None if error is None else _to_column(error),
+                parcel.token,
+                clock,
+                parcel.leased_at,
+                now,
+                now + seconds,
+                turn,
+                parcel.state,
+                parcel.text,
+            )
+            db.execute(_LITE_ADOPT, values)
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        return cast("set[str]", self._transact(self._drop, parcels))
+
+    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
+        void = set()
+        for parcel in parcels:
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            if not db.execute(_LITE_DONE, fence).rowcount:
+                void.add(parcel.id)
+        return void
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._transact(self._let_go, parcels)
+
+    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
+        now = time.time()
+        for parcel in parcels:
+            state = "delayed" if parcel.run_at > now else "ready"
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            change = (
+                "dead" if parcel.state == "dead" else state,
+                parcel.run_at,
+                parcel.leased_at,
+            )
+            db.execute(_LITE_LET_GO, (*change, *fence))
+
+
+class _LiteEngine(_LiteMoves):
     """The engine for a SQLite database, the application's own or another."""
 
     # Settle, extend
@@ -5996,129 +6121,6 @@ class _LiteEngine(_LiteLeases):
             self._disconnect()
             self._watch.close()
             self._lock.close()
-
-    # Moving
-
-    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
-        args = (state, n, seconds, prefix)
-        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
-
-    def _hold(
-        self, db: Any, state: str, n: int, seconds: float, prefix: str
-    ) -> list[_Parcel]:
-        rows: list[Any] = []
-        for sql in _LITE_HOLDABLE[state]:
-            rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
-        return self._hold_rows(db, rows, state, seconds, prefix)
-
-    def _hold_rows(
-        self, db: Any, rows: list[Any], state: str, seconds: float, prefix: str
-    ) -> list[_Parcel]:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
-        parcels = []
-        for row in map(_LiteRow._make, rows):
-            was = row.was or state
-            turn, token = turn + 1, f"{prefix}{self._fresh()}-{was}"
-            parcels.append(self._parcel(row, was, token))
-            stamp = (token, clock, now, now + seconds, turn, was, row.place)
-            db.execute(_LITE_HOLD, stamp)
-        return parcels
-
-    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
-        return _Parcel(
-            _from_column(row.id),
-            row.payload,
-            state,
-            row.attempts,
-            row.priority,
-            row.created_at,
-            row.run_at,
-            row.leased_at,
-            None if row.last_error is None else _from_column(row.last_error),
-            row.max_retries,
-            row.lapses,
-            token,
-        )
-
-    def held(self, prefix: str) -> list[_Parcel]:
-        found = self._transact(self._held, prefix, write=False, nothing=[])
-        return cast("list[_Parcel]", found)
-
-    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
-        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
-        return [
-            self._parcel(row, row.was or "pending", cast(str, row.token))
-            for row in map(_LiteRow._make, rows)
-        ]
-
-    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
-        found = self._transact(self._rehold, seconds, prefix, nothing=[])
-        return cast("list[_Parcel]", found)
-
-    def _rehold(self, db: Any, seconds: float, prefix: str) -> list[_Parcel]:
-        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
-        return self._hold_rows(db, rows, "pending", seconds, prefix)
-
-    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        self._transact(self._adopt, parcels, seconds)
-
-    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
-        for parcel in parcels:
-            turn += 1
-            row = self._row(db, parcel.id)
-            if row is not None:
-                raise self._duplicate(self._view(row))
-            error = parcel.last_error
-            values = (
-                self._name,
-                _to_column(parcel.id),
-                random.getrandbits(48),
-                parcel.attempts,
-                parcel.priority,
-                parcel.created_at,
-                parcel.run_at,
-                parcel.max_retries,
-                parcel.lapses,
-                None if error is None else _to_column(error),
-                parcel.token,
-                clock,
-                parcel.leased_at,
-                now,
-                now + seconds,
-                turn,
-                parcel.state,
-                parcel.text,
-            )
-            db.execute(_LITE_ADOPT, values)
-
-    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
-        return cast("set[str]", self._transact(self._drop, parcels))
-
-    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
-        void = set()
-        for parcel in parcels:
-            fence = (self._name, _to_column(parcel.id), parcel.token)
-            if not db.execute(_LITE_DONE, fence).rowcount:
-                void.add(parcel.id)
-        return void
-
-    def let_go(self, parcels: Sequence[_Parcel]) -> None:
-        self._transact(self._let_go, parcels)
-
-    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
-        now = time.time()
-        for parcel in parcels:
-            state = "delayed" if parcel.run_at > now else "ready"
-            fence = (self._name, _to_column(parcel.id), parcel.token)
-            change = (
-                "dead" if parcel.state == "dead" else state,
-                parcel.run_at,
-                parcel.leased_at,
-            )
-            db.execute(_LITE_LET_GO, (*change, *fence))
 
 
 _ENGINE_OF["sqlite"] = _LiteEngine
