@@ -184,6 +184,8 @@ class Child(Link):
     What the function returns is told last; an exception fails hear().
     """
 
+    place = types.SimpleNamespace(gone=lambda pid: None)
+
     def __init__(self, function, *args):
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
@@ -209,9 +211,11 @@ class Child(Link):
             link.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def kill(self, number=signal.SIGKILL):
-        os.kill(self.pid, number)
+        pid = self.pid
+        os.kill(pid, number)
         if number == signal.SIGKILL:
             self.wait()
+            self.place.gone(pid)
 
     def wait(self):
         if self.pid:
@@ -369,6 +373,9 @@ class Place:
         """Whether a process that is to use a queue has got as far as that."""
         return os.path.exists(where)
 
+    def gone(self, pid):
+        """Return when all have noticed that a process was killed."""
+
     def census(self, where, name="default"):
         """Each job's state and attempts, read without the module."""
         return {
@@ -464,6 +471,10 @@ class PostgresPlace(Place):
             return "psycopg" in pathlib.Path(f"/proc/{pid}/maps").read_text()
         except FileNotFoundError:  # not Linux
             return True
+
+    def gone(self, pid):
+        sql = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s"
+        eventually(lambda: not self.ask(sql, [f"tiny_queue {pid}"]))
 
     def connect(self, where):
         """The application's own connection, in the queue's schema."""
@@ -682,6 +693,7 @@ class Case(unittest.TestCase):
 
     def spawn(self, function, *args):
         child = Child(function, *args)
+        child.place = self.place
         self.addCleanup(child.end)
         return child
 
@@ -6916,7 +6928,6 @@ class HolderTest(Case):
         with clock.patch():
             self.assertEqual(queue.get().payload, 0)
             child.kill()
-            eventually(lambda: queue._engine.lapsed(math.inf))  # a server hears of it
             clock.jump(1.0, mono=1.0)
             self.assertEqual(queue.get().id, "a")
             self.assertEqual(queue.get().payload, 1)
@@ -7956,6 +7967,11 @@ class MovingTest(Case):
         self.assertEqual(len(held), count)
         self.assertIsNone(source.get())
         self.assertEqual(source._engine.held("move-"), held)
+        old, held = held, source._engine.rehold(60.0, "move-")
+        self.assertEqual([p._replace(token="") for p in held],
+                         [p._replace(token="") for p in old])  # fmt: skip
+        self.assertEqual(source._engine.held("move-"), held)
+        self.assertEqual(source._engine.drop(old), {job.id for job in old})
         target._engine.adopt(held, 60.0)
         self.assertRaises(tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0)
         self.assertEqual(target._engine.held("move-"), held)
@@ -10160,20 +10176,23 @@ class Fuse:
         self.left, self.after = n, after
 
     def around(self, engine):
-        steps = ("hold", "adopt", "drop", "let_go")
+        steps = ("hold", "rehold", "adopt", "drop", "let_go")
         return Patched(engine, **{s: self.step(getattr(engine, s)) for s in steps})
 
     def step(self, verb):
         def run(*args):
             self.left -= 1
             if self.left == 0 and not self.after:
-                raise Killed
+                self.blow()
             result = verb(*args)
             if self.left == 0:
-                raise Killed
+                self.blow()
             return result
 
         return run
+
+    def blow(self):
+        raise Killed
 
 
 class Killed(BaseException):
@@ -10284,6 +10303,55 @@ class MoveTest(CommandLineCase):
             found.append(job.id)
             queue.task_done(job)
         return found
+
+    def test_two_moves_at_once_lose_nothing(self):
+        """At each step of the one another does all its work."""
+        for source, target in self.pairs():
+            for n in itertools.count(1):
+                queue, moved = self.open(source), self.open(target)
+                queue.put_many([*"abc"], ids=[*"abc"])
+                fuse, move = Fuse(n, True), tq._Move(queue, moved)
+                fuse.blow = tq._Move(self.open(source), self.open(target)).run
+                with mock.patch.object(tq, "_BATCH", 2):
+                    move._here, move._there = map(
+                        fuse.around, (move._here, move._there)
+                    )
+                    move.run()
+                self.assertEqual(queue.stats()[:4], (0, 0, 0, 0), n)
+                self.assertEqual(sorted(self.drain(moved)), [*"abc"], n)
+                if fuse.left > 0:
+                    break
+            self.assertGreater(n, 9)
+
+    def test_what_is_adopted_while_another_move_looks_is_not_lost(self):
+        """A second move begins between any two looks of the first."""
+        for source, target in self.pairs():
+            for look in ("held", "rehold"):
+                for before in (True, False):
+                    self.adopt_at_a_look(source, target, look, before)
+
+    def adopt_at_a_look(self, source, target, look, before):
+        queue, moved = self.open(source), self.open(target)
+        queue.put_many([*"abc"], ids=[*"abc"])
+        first, second = (tq._Move(queue, moved) for _ in range(2))
+        engine = "_there" if look == "held" else "_here"
+        verb = getattr(getattr(second, engine), look)
+        batches = []
+
+        def looking(*args):
+            found = None if before else verb(*args)
+            batches.append(first._here.hold("pending", 9, 60.0, first._prefix))
+            first._there.adopt(batches[0], 60.0)
+            return verb(*args) if before else found
+
+        real = getattr(second, engine)
+        setattr(second, engine, Patched(real, **{look: looking}))
+        second._go_on()
+        setattr(second, engine, real)
+        first._drop(batches[0])
+        second.run()
+        self.assertEqual(queue.stats()[:4], (0, 0, 0, 0))
+        self.assertEqual(sorted(self.drain(moved)), [*"abc"], (look, before))
 
     def test_an_id_that_the_target_has_stays(self):
         """It is counted, the status is 1, and neither job is touched."""

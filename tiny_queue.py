@@ -1457,6 +1457,11 @@ class _Engine:
         """The jobs inflight under tokens that start so."""
         raise NotImplementedError
 
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        """Hold what held() finds for so many seconds, under new tokens: a
+        move that still has the old ones can change nothing with them."""
+        raise NotImplementedError
+
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
         """Insert jobs, all or none, inflight as hold() leaves them; an id that
         is alive raises DuplicateJobError."""
@@ -2357,6 +2362,22 @@ class _FileMoves(_FileLeases):
             for record, token in zip(records, tokens)
             if token.startswith(prefix)
         ]
+
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        parcels, ticket = self._transact(self._rehold, seconds, prefix)
+        self._commit(ticket)
+        return cast("list[_Parcel]", parcels)
+
+    def _rehold(
+        self, seconds: float, prefix: str
+    ) -> tuple[list[_Parcel], _Ticket | None]:
+        parcels = [
+            parcel._replace(token=f"{prefix}{self._fresh()}-{parcel.state}")
+            for parcel in self._find_held(prefix)
+        ]
+        keys = [_key(parcel.id) for parcel in parcels]
+        records = [self._record(key, self._index.entries[key]) for key in keys]
+        return parcels, self._lease_moved(records, parcels, seconds)
 
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
         self._commit(self._transact(self._adopt, parcels, seconds))
@@ -4651,6 +4672,7 @@ class _Database(_Engine):
         self._looked = -math.inf
 
     def forked(self) -> None:
+        """Forget all that a process may not share with its parent."""
         raise NotImplementedError
 
     def _check_open(self) -> None:
@@ -5741,7 +5763,132 @@ class _LiteLeases(_LiteJoins):
         return ("delayed", time.time() + delay) if delay else ("ready", 0.0)
 
 
-class _LiteEngine(_LiteLeases):
+class _LiteMoves(_LiteLeases):
+    """Jobs on their way to another queue or from one."""
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        args = (state, n, seconds, prefix)
+        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
+
+    def _hold(
+        self, db: Any, state: str, n: int, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        rows: list[Any] = []
+        for sql in _LITE_HOLDABLE[state]:
+            rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
+        return self._hold_rows(db, rows, state, seconds, prefix)
+
+    def _hold_rows(
+        self, db: Any, rows: list[Any], state: str, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        parcels = []
+        for row in map(_LiteRow._make, rows):
+            was = row.was or state
+            turn, token = turn + 1, f"{prefix}{self._fresh()}-{was}"
+            parcels.append(self._parcel(row, was, token))
+            stamp = (token, clock, now, now + seconds, turn, was, row.place)
+            db.execute(_LITE_HOLD, stamp)
+        return parcels
+
+    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
+        return _Parcel(
+            _from_column(row.id),
+            row.payload,
+            state,
+            row.attempts,
+            row.priority,
+            row.created_at,
+            row.run_at,
+            row.leased_at,
+            None if row.last_error is None else _from_column(row.last_error),
+            row.max_retries,
+            row.lapses,
+            token,
+        )
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._held, prefix, write=False, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return [
+            self._parcel(row, row.was or "pending", cast(str, row.token))
+            for row in map(_LiteRow._make, rows)
+        ]
+
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._rehold, seconds, prefix, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _rehold(self, db: Any, seconds: float, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return self._hold_rows(db, rows, "pending", seconds, prefix)
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        self._transact(self._adopt, parcels, seconds)
+
+    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        for parcel in parcels:
+            turn += 1
+            row = self._row(db, parcel.id)
+            if row is not None:
+                raise self._duplicate(self._view(row))
+            error = parcel.last_error
+            values = (
+                self._name,
+                _to_column(parcel.id),
+                random.getrandbits(48),
+                parcel.attempts,
+                parcel.priority,
+                parcel.created_at,
+                parcel.run_at,
+                parcel.max_retries,
+                parcel.lapses,
+                None if error is None else _to_column(error),
+                parcel.token,
+                clock,
+                parcel.leased_at,
+                now,
+                now + seconds,
+                turn,
+                parcel.state,
+                parcel.text,
+            )
+            db.execute(_LITE_ADOPT, values)
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        return cast("set[str]", self._transact(self._drop, parcels))
+
+    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
+        void = set()
+        for parcel in parcels:
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            if not db.execute(_LITE_DONE, fence).rowcount:
+                void.add(parcel.id)
+        return void
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._transact(self._let_go, parcels)
+
+    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
+        now = time.time()
+        for parcel in parcels:
+            state = "delayed" if parcel.run_at > now else "ready"
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            change = (
+                "dead" if parcel.state == "dead" else state,
+                parcel.run_at,
+                parcel.leased_at,
+            )
+            db.execute(_LITE_LET_GO, (*change, *fence))
+
+
+class _LiteEngine(_LiteMoves):
     """The engine for a SQLite database, the application's own or another."""
 
     # Settle, extend
@@ -5971,115 +6118,6 @@ class _LiteEngine(_LiteLeases):
             self._disconnect()
             self._watch.close()
             self._lock.close()
-
-    # Moving
-
-    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
-        args = (state, n, seconds, prefix)
-        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
-
-    def _hold(
-        self, db: Any, state: str, n: int, seconds: float, prefix: str
-    ) -> list[_Parcel]:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
-        rows: list[Any] = []
-        for sql in _LITE_HOLDABLE[state]:
-            rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
-        parcels = []
-        for row in map(_LiteRow._make, rows):
-            turn, token = turn + 1, f"{prefix}{self._fresh()}-{state}"
-            parcels.append(self._parcel(row, state, token))
-            stamp = (token, clock, now, now + seconds, turn, state, row.place)
-            db.execute(_LITE_HOLD, stamp)
-        return parcels
-
-    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
-        return _Parcel(
-            _from_column(row.id),
-            row.payload,
-            state,
-            row.attempts,
-            row.priority,
-            row.created_at,
-            row.run_at,
-            row.leased_at,
-            None if row.last_error is None else _from_column(row.last_error),
-            row.max_retries,
-            row.lapses,
-            token,
-        )
-
-    def held(self, prefix: str) -> list[_Parcel]:
-        found = self._transact(self._held, prefix, write=False, nothing=[])
-        return cast("list[_Parcel]", found)
-
-    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
-        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
-        return [
-            self._parcel(row, row.was or "pending", cast(str, row.token))
-            for row in map(_LiteRow._make, rows)
-        ]
-
-    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        self._transact(self._adopt, parcels, seconds)
-
-    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
-        for parcel in parcels:
-            turn += 1
-            row = self._row(db, parcel.id)
-            if row is not None:
-                raise self._duplicate(self._view(row))
-            error = parcel.last_error
-            values = (
-                self._name,
-                _to_column(parcel.id),
-                random.getrandbits(48),
-                parcel.attempts,
-                parcel.priority,
-                parcel.created_at,
-                parcel.run_at,
-                parcel.max_retries,
-                parcel.lapses,
-                None if error is None else _to_column(error),
-                parcel.token,
-                clock,
-                parcel.leased_at,
-                now,
-                now + seconds,
-                turn,
-                parcel.state,
-                parcel.text,
-            )
-            db.execute(_LITE_ADOPT, values)
-
-    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
-        return cast("set[str]", self._transact(self._drop, parcels))
-
-    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
-        void = set()
-        for parcel in parcels:
-            fence = (self._name, _to_column(parcel.id), parcel.token)
-            if not db.execute(_LITE_DONE, fence).rowcount:
-                void.add(parcel.id)
-        return void
-
-    def let_go(self, parcels: Sequence[_Parcel]) -> None:
-        self._transact(self._let_go, parcels)
-
-    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
-        now = time.time()
-        for parcel in parcels:
-            state = "delayed" if parcel.run_at > now else "ready"
-            fence = (self._name, _to_column(parcel.id), parcel.token)
-            change = (
-                "dead" if parcel.state == "dead" else state,
-                parcel.run_at,
-                parcel.leased_at,
-            )
-            db.execute(_LITE_LET_GO, (*change, *fence))
 
 
 _ENGINE_OF["sqlite"] = _LiteEngine
@@ -6573,6 +6611,19 @@ WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(prefix)s
 ORDER BY place
 """
 
+_PG_REHOLD = """
+-- Under new tokens: whoever has the old ones can change nothing any more.
+WITH held AS (
+    UPDATE HOME.tiny_queue_job SET rev = rev + 1,
+        renewed_at = NOW, lease_until = NOW + %(seconds)s,
+        token = %(prefix)s || nextval('HOME.tiny_queue_place') || '-' || moved_from
+    WHERE queue = %(queue)s AND state = 'inflight'
+        AND starts_with(token, %(prefix)s) AND moved_from IS NOT NULL
+    RETURNING *
+)
+SELECT PARCEL, LAZY FROM held ORDER BY place
+"""
+
 _PG_ADOPT = """
 -- All or none, inflight as they are on the other side.
 WITH new AS (
@@ -7064,7 +7115,7 @@ class _PgCore(_Database):
         conninfo = {
             "connect_timeout": math.ceil(min(lasting, 1e6) / hosts),
             "client_encoding": "utf8",
-            "fallback_application_name": "tiny_queue",
+            "fallback_application_name": f"tiny_queue {os.getpid()}",
             "keepalives_idle": self._keepalive,
             "keepalives_interval": max(1, self._keepalive // 3),
             "keepalives_count": 3,
@@ -7245,9 +7296,10 @@ class _PgCore(_Database):
         text = self._texts.get(key)
         if text is None:
             words = {**self._words, **words}
-            names = "|".join(words)
-            while re.search(rf"\b({names})\b", template):
-                template = re.sub(rf"\b({names})\b", lambda m: words[m[1]], template)
+            # What is quoted is the schema's name, which may be one of these words.
+            word = re.compile(rf"(?<!\")\b({'|'.join(words)})\b")
+            while word.search(template):
+                template = word.sub(lambda m: words[m[1]], template)
             text = self._texts[key] = template
         return text
 
@@ -7933,6 +7985,10 @@ class _PgEngine(_PgLeases):
         rows = self._rows(_PG_HELD, bulk=True, prefix=prefix)
         return [self._parcel(row) for row in rows]
 
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        rows = self._rows(_PG_REHOLD, bulk=True, seconds=seconds, prefix=prefix)
+        return [self._parcel(row) for row in rows]
+
     def _parcel(self, row: Sequence[Any]) -> _Parcel:
         parcel = _Parcel(*row[: len(_Parcel._fields)])
         error = parcel.last_error
@@ -8254,7 +8310,9 @@ def _parser(**options: Any) -> argparse.ArgumentParser:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            super().error(_visible(message))  # it quotes the arguments raw
+            # It quotes the arguments raw, and one may be a URL with a password.
+            message = re.sub(r"(://[^:@/\s]*:).*@", r"\1***@", message)
+            super().error(_visible(message))
 
     return Parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -8831,15 +8889,19 @@ class _Move:
         self._here.let_go(self.kept)
 
     def _go_on(self) -> None:
-        """Finish what an earlier move left."""
-        here = {parcel.token: parcel for parcel in self._here.held(self._prefix)}
-        there = {parcel.token: parcel for parcel in self._there.held(self._prefix)}
-        self._adopt([here[token] for token in here if token not in there])
-        self._drop([here[token] for token in here if token in there])
-        self._land([there[token] for token in there if token not in here])
+        """Finish what an earlier move left, which may still be at it.
+
+        What is held there is looked at first.  Each of these jobs is then either
+        gone from here, or it is here, where the new token keeps the other move
+        from dropping it after we have dropped the copy.
+        """
+        there = self._there.held(self._prefix)
+        here = self._here.rehold(self._SECONDS, self._prefix)
+        self._land(there)
+        self._adopt(here)
 
     def _land(self, parcels: list[_Parcel]) -> None:
-        """Let go what is gone from here; what came back here is ours again."""
+        """Let go what is gone from here; of what is here drop the copy."""
         back = [parcel for parcel in parcels if self._is_here(parcel)]
         if back:
             self._there.drop(back)
@@ -9334,6 +9396,12 @@ class _Supervisor:
             return
         theirs.close()
         slot.begin(process, ours, self._wake)
+        # Not as an argument, which everybody can read: it may have a password.
+        where = _quote(self.queue._engine.source)
+        try:
+            _write(cast(IO[bytes], process.stdin).fileno(), f"{where}\n".encode())
+        except BrokenPipeError:
+            pass  # it died at once, which is seen to
 
     def _pause(self, slot: _Slot, why: str) -> None:
         slot.pause = min(slot.pause * 2 or 0.1, self._LONGEST_PAUSE)
@@ -9443,6 +9511,7 @@ def _inheritable(fd: int) -> tuple[str, tuple[int, ...]]:
 
 def _work_in_child(args: argparse.Namespace) -> int:
     reports = _Reports(args.report_to)
+    args.dir = json.loads(_first_line(0))  # the one among the arguments is for `ps`
     handler = _import_handler(*args.given)
     _log_to_stderr()
     with _open_queue(args) as queue:
@@ -9459,6 +9528,17 @@ def _work_in_child(args: argparse.Namespace) -> int:
     counts = ", ".join(f"{name} {n}" for name, n in totals._asdict().items())
     _log().info("worker %d ends: %s", os.getpid(), counts)
     return _OK
+
+
+def _first_line(fd: int) -> bytes:
+    """Read up to a newline, and not one byte of what comes after."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            raise _RefusalError("the supervisor is gone")
+        line += byte
+    return line
 
 
 class _Reports:
