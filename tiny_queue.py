@@ -1090,7 +1090,7 @@ class Worker:
         try:
             count = self.queue.reap_stale()
             if count:
-                _log().warning("%d jobs of ended leases given back", count)
+                _log().warning("took back jobs whose lease was over: %d", count)
         except QueueError as exc:
             _log().error("cannot reap: %s", exc)
 
@@ -1508,6 +1508,12 @@ def _open_engine(path: StrPath, name: str, **options: Any) -> _Engine:
     if not where or "\0" in where:
         raise ValueError(f"path: {where!r} is not a directory name")
     if "://" not in where:
+        scheme, colon, _ = where.partition(":")
+        if colon and scheme in _ENGINE_OF:  # else jobs go where no worker looks
+            raise ValueError(
+                f"path: what begins with '{scheme}:' and is a URL has {scheme}://; for"
+                f" a directory of such a name write ./{scheme}:..."
+            )
         return _FileEngine(os.path.abspath(where), name, **options)
     scheme = where.split("://")[0]
     engine = _ENGINE_OF.get(scheme)
@@ -6642,7 +6648,7 @@ def _psycopg() -> Any:
 
 def _pg_schema(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", text):
-        raise ValueError(f"schema: {text!r} is not of 1 to 63 letters, digits and _")
+        raise ValueError(f"{text!r} is not of 1 to 63 letters, digits and _")
     return text
 
 
@@ -6665,6 +6671,14 @@ _PG_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
     "pool": (_positive, 4),  # connections at most, beside the one that listens
     "keepalive": (_positive, 10),  # seconds of silence before TCP asks
 }
+
+
+def _pg_option(name: str, text: str) -> Any:
+    try:
+        return _PG_OPTIONS[name][0](text)
+    except ValueError as exc:
+        raise ValueError(f"path: its option {name}: {exc}") from None
+
 
 # By SQLSTATE: the error's class, and what to do about it.
 _PG_ADVICE: dict[str, tuple[type[QueueError], str]] = {
@@ -7020,7 +7034,7 @@ class _PgCore(_Database):
         for item in filter(None, query.split("&")):
             name, _, text = item.partition("=")
             if name in _PG_OPTIONS:
-                options[name] = _PG_OPTIONS[name][0](_unquoted(text))
+                options[name] = _pg_option(name, _unquoted(text))
             elif name in known:
                 rest.append(item)
                 if "password" in name:
@@ -8088,28 +8102,29 @@ _COMMANDS = {
     ),
     "reap": (
         "",
-        "older-than",
+        "or-older-than",
         "take back the jobs whose lease is over",
         "reap jobs --older-than 1h",
     ),
     "move": (
         "TARGET",
         "to-name",
-        "move all waiting and dead jobs to another queue; again: go on",
+        "move all waiting and dead jobs to another queue; resumable",
         "move jobs other-jobs",
+        "move jobs sqlite:///app.db",
     ),
     "compact": ("", "", "rewrite the files without what is superseded", "compact jobs"),
     "verify": ("", "", "read every byte and list what is damaged", "verify jobs"),
     "work": (
         "MODULE:FUNCTION",
         "processes threads job-timeout max-jobs stop-when-empty report-to",
-        "run a handler on the jobs, in processes that are replaced when they die",
+        "run a handler on the jobs; a process that dies is replaced",
         "work jobs handlers:send --processes 2 --timeout 60 --stop-when-empty",
     ),
     "bench": (
         "",
         "dir jobs markdown measure",
-        "measure the queue on this disk, beside bare system calls, or in a database",
+        "measure the queue on this disk or, with a URL, in a database",
         "bench --jobs 1000",
         "bench --dir . --jobs 1000 --markdown",
         "bench sqlite:///bench.db --jobs 1000",
@@ -8169,7 +8184,8 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     time("interval", "between two looks (default: 1)", default=1.0)
     switch("all", "all dead jobs, not one ID")
     add("to-name", "the queue's name in TARGET (default: the same)", metavar="NAME")
-    time("older-than", "only jobs not touched for so long (reap: also such jobs)")
+    time("older-than", "only jobs not touched for so long")
+    time("or-older-than", "and jobs not renewed for so long", "--older-than")
     switch("yes", "do not ask", "-y", "--yes")
     number("processes", "worker processes (default: 1)", 1, 1)
     number("threads", "jobs at a time in each (default: 1)", 1, 1)
@@ -8177,7 +8193,7 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     number("max-jobs", "stop after that many deliveries in all", 1)
     switch("stop-when-empty", "stop when no job is due")
     add("report-to", argparse.SUPPRESS, type=int)  # the supervisor's pipe
-    add("dir", "measure on its disk (default: here)", default=".", metavar="D")
+    add("dir", "the same as DIR (default: here)", default=".", metavar="D")
     number("jobs", "waiting jobs (default: 100000, about a minute)", 1, 100_000)
     switch("markdown", "answer as the README's table")
     add("measure", argparse.SUPPRESS)  # what a child process is to do
@@ -9314,7 +9330,9 @@ class _Supervisor:
             command.append(f"--max-jobs={slot.quota}")
         if args.stop_when_empty:
             command.append("--stop-when-empty")
-        return [*command, "--", self.queue.path, *args.given]
+        # The words as they came: the queue's path hides the password of a URL, and
+        # one that is in TINY_QUEUE_DIR stays out of the list of processes.
+        return [*command, "--", *args.words]
 
     def _bury(self, slot: _Slot) -> None:
         """A worker ended: is it to have a successor, and when?"""
@@ -9407,9 +9425,11 @@ def _inheritable(fd: int) -> tuple[str, tuple[int, ...]]:
 
 def _work_in_child(args: argparse.Namespace) -> int:
     reports = _Reports(args.report_to)
-    handler = _import_handler(*args.given)
-    _log_to_stderr()
+    # The queue first: what the handler's module does to the current directory
+    # or to the environment must not change which one it is.
     with _open_queue(args) as queue:
+        handler = _import_handler(*args.given)
+        _log_to_stderr()
         worker = Worker(
             queue,
             reports.around(handler),
@@ -9475,6 +9495,8 @@ def _import_handler(name: str) -> Callable[[Job], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module, _, path = name.partition(":")
+    if not module or not path:
+        raise _RefusalError(f"{name!r} is not MODULE:FUNCTION", _USAGE)
     try:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
@@ -9482,7 +9504,9 @@ def _import_handler(name: str) -> Callable[[Job], Any]:
     except Exception as exc:  # of any kind: the module runs its own code
         what = f"{type(exc).__name__}: {exc}"
         raise _RefusalError(
-            f"cannot import {name!r}: {what}; give MODULE:FUNCTION", _USAGE
+            f"cannot import {name!r}: {what}; MODULE is looked for in the current"
+            " directory first",
+            _USAGE,
         ) from exc
     if not callable(found):
         raise _RefusalError(f"{name!r} is a {type(found).__name__}, no function", 2)

@@ -60,8 +60,9 @@ def nobroker(folder, fsync):
 
 
 def litequeue(folder, fsync):
-    """acknowledges, without a token; finding lost jobs and pruning done ones is the
-    user's; no fsync by default and no option for it: a pragma on its connection"""
+    """acknowledges, in newer versions with a token; finding lost jobs and pruning
+    done ones is the user's; no fsync by default and no option for it: a pragma on its
+    connection"""
     import litequeue
 
     queue = litequeue.LiteQueue(f"{folder}/queue.db")
@@ -70,7 +71,9 @@ def litequeue(folder, fsync):
 
     def done(message):
         json.loads(message.data)
-        queue.done(message.message_id)
+        # Before Python 3.12 pip finds a version whose done has no second argument.
+        claim = getattr(message, "claim_id", None)
+        queue.done(message.message_id, **({} if claim is None else {"claim_id": claim}))
 
     return lambda job: queue.put(json.dumps(job)), None, queue.pop, done
 
