@@ -15911,7 +15911,7 @@ class ReadmeTest(Case):
 
     def with_server(self, block, folder):
         """A block with the URL of a server of ours; without one it is compiled."""
-        url = "postgresql://localhost/app"
+        url = "postgresql://app@localhost/app"
         if url not in block:
             return block
         if NO_POSTGRES:
