@@ -3445,6 +3445,7 @@ _ADVICE = {
     errno.ELOOP: "a symlink is refused in place of a queue's file",
     errno.ENXIO: "only a regular file can be a queue's file",
     errno.EISDIR: "only a regular file can be a queue's file",
+    errno.ENOTDIR: "a file is in place of the queue's directory; name another path",
     errno.EACCES: "check the owner and mode of the directory and its files",
     errno.EPERM: "check the owner and mode of the directory and its files",
     errno.EROFS: "jobs(), find(), stats() and verify() still work",
@@ -6641,8 +6642,8 @@ def _psycopg() -> Any:
     except ImportError as exc:
         raise QueueError(
             "postgresql:// URLs need psycopg 3, which does not import here"
-            f' ({exc}); pip install "psycopg[binary]", or tiny-queue with its extra'
-            " `postgres`"
+            f' ({exc}); pip install "psycopg[binary]", or the extra of a checkout:'
+            ' pip install ".[postgres]"'
         ) from exc
 
 
@@ -7133,7 +7134,7 @@ class _PgCore(_Database):
             self.forked()
         lasting = max(self._lock_timeout, 1.0) * (6 if bulk else 1)
         deadline = time.monotonic() + lasting
-        pause, doubt = 0.01, False
+        pause, doubt, warned = 0.01, False, False
         while True:
             link, sent = None, False
             try:
@@ -7148,7 +7149,9 @@ class _PgCore(_Database):
                 late = time.monotonic() + pause >= deadline
                 if late or not retried or (sent and lost and not again):
                     raise (self._in_doubt(error) if doubt else error) from exc
-                _log().warning("%s; next try in %.2f s", error, pause)
+                log = _log().debug if warned else _log().warning  # a line is enough
+                log("%s; it is tried again for at most %g s", error, lasting)
+                warned = True
             finally:
                 if link is not None:
                     self._pool.give_back(link)

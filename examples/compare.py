@@ -241,12 +241,18 @@ def child(task, name, folder, jobs, fsync):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    peers = [[], *list(PEERS)[1:]]
-    parser.add_argument("peers", nargs="*", choices=peers, metavar="PEER")
+    peers = list(PEERS)[1:]
+    known = f"of {', '.join(peers)} (default: all)"
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=known)
     parser.add_argument("--dir", default=".", help="on whose disk (default: here)")
-    parser.add_argument("--jobs", type=int, default=100_000, help="waiting jobs")
+    parser.add_argument(
+        "--jobs", type=int, default=100_000, help="waiting jobs (default: %(default)s)"
+    )
     args = parser.parse_args()
-    names = list(installed(["tiny_queue", *(args.peers or list(PEERS)[1:])]))
+    for name in args.peers:
+        if name not in peers:
+            parser.error(f"no peer {name!r}; known are {', '.join(peers)}")
+    names = list(installed(["tiny_queue", *(args.peers or peers)]))
     day, python = time.strftime("%Y-%m-%d"), platform.python_version()
     print(f"\n{day}, Python {python}, {os.cpu_count()} cores; {args.jobs:,} waiting")
     with tempfile.TemporaryDirectory(prefix="tq-compare-", dir=args.dir) as top:
