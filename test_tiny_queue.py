@@ -184,6 +184,8 @@ class Child(Link):
     What the function returns is told last; an exception fails hear().
     """
 
+    place = types.SimpleNamespace(gone=lambda pid: None)
+
     def __init__(self, function, *args):
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
@@ -209,9 +211,11 @@ class Child(Link):
             link.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def kill(self, number=signal.SIGKILL):
-        os.kill(self.pid, number)
+        pid = self.pid
+        os.kill(pid, number)
         if number == signal.SIGKILL:
             self.wait()
+            self.place.gone(pid)
 
     def wait(self):
         if self.pid:
@@ -369,6 +373,9 @@ class Place:
         """Whether a process that is to use a queue has got as far as that."""
         return os.path.exists(where)
 
+    def gone(self, pid):
+        """Return when all have noticed that a process was killed."""
+
     def census(self, where, name="default"):
         """Each job's state and attempts, read without the module."""
         return {
@@ -464,6 +471,10 @@ class PostgresPlace(Place):
             return "psycopg" in pathlib.Path(f"/proc/{pid}/maps").read_text()
         except FileNotFoundError:  # not Linux
             return True
+
+    def gone(self, pid):
+        sql = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s"
+        eventually(lambda: not self.ask(sql, [f"tiny_queue {pid}"]))
 
     def connect(self, where):
         """The application's own connection, in the queue's schema."""
@@ -682,6 +693,7 @@ class Case(unittest.TestCase):
 
     def spawn(self, function, *args):
         child = Child(function, *args)
+        child.place = self.place
         self.addCleanup(child.end)
         return child
 
@@ -1650,6 +1662,7 @@ class LifeTest(Case):
                 self.assertEqual(queue.get().id, "b")
         self.assertIn("lapsed jobs not given back: disk full", logs.output[0])
 
+    @of_files
     def test_an_interrupted_call_leaves_no_half_change(self):
         """A get that Ctrl-C hits in its write has picked a job: the next get of
         the same object still has it to give."""
@@ -1664,6 +1677,7 @@ class LifeTest(Case):
             self.assertRaises(KeyboardInterrupt, queue.get)
         self.assertDrains(queue, [1, 2])
 
+    @of_files
     def test_an_interrupted_first_look_is_begun_anew(self):
         """Ctrl-C while the files are read for the first time leaves no job that
         is counted and never delivered."""
@@ -3265,7 +3279,7 @@ class WorkerLeaseTest(WorkerCase):
         before = threading.active_count()
         # One that was under way when the handler ended may come after it.
         eventually(lambda: self.renewals() == "aabb")
-        self.assertEqual(threading.active_count(), before)
+        eventually(lambda: threading.active_count() <= before)  # others' may end, too
 
     def test_jobs_that_went_to_another_are_his(self):
         """A worker that stood still longer than its lease settles nothing, by
@@ -3708,6 +3722,23 @@ class FormatTest(Case):
 
 
 class HandWrittenTest(Case):
+    def test_a_rev_by_hand_leaves_room_for_others(self):
+        """Up to 2**27 by hand, twice that under a checksum: verify() agrees."""
+        top = 2**27
+        for rev, sealed, sound in (
+            (top, False, 1), (top + 1, False, 0), (top + 1, True, 1),
+            (2 * top, True, 1),
+        ):  # fmt: skip
+            head = f'{{"id":"a","rev":{rev},"attempts":0,"priority":0,"run_at":0,'
+            body = f'{head}"created_at":1.5,"payload":1'
+            line = tq._sealed(body) if sealed else f"{body}}}\n".encode()
+            self.write("pending", line)
+            queue = self.open()
+            self.assertEqual(len(queue.verify()), 1 - sound, (rev, sealed))
+            self.assertEqual(len(queue), sound)
+            queue.close()
+            shutil.rmtree(self.path)
+
     def test_a_minimal_line_is_a_job(self):
         """id and payload are enough; the rest has defaults."""
         self.write("pending", b'{"id":"a","payload":{"x":"\xc3\xa9\xe2\x80\xa8"}}\n')
@@ -6877,6 +6908,7 @@ class HolderTest(Case):
         with clock.patch():
             self.assertEqual(queue.get().payload, 0)
             child.kill()
+            eventually(lambda: queue._engine.lapsed(math.inf))  # a server hears of it
             clock.jump(1.0, mono=1.0)
             self.assertEqual(queue.get().id, "a")
             self.assertEqual(queue.get().payload, 1)
@@ -7328,6 +7360,7 @@ class ThreadsTest(Case):
         self.run_threads(*[lambda: [queue.put(n) for n in range(20)]] * 8)
         self.assertEqual(len(self.open()), 160)
 
+    @of_files
     def test_a_put_that_is_interrupted_before_it_works(self):
         """The next put does not wait for it."""
         queue = self.open(fsync=True)
@@ -7873,6 +7906,11 @@ class MovingTest(Case):
         self.assertEqual(len(held), count)
         self.assertIsNone(source.get())
         self.assertEqual(source._engine.held("move-"), held)
+        old, held = held, source._engine.rehold(60.0, "move-")
+        self.assertEqual([p._replace(token="") for p in held],
+                         [p._replace(token="") for p in old])  # fmt: skip
+        self.assertEqual(source._engine.held("move-"), held)
+        self.assertEqual(source._engine.drop(old), {job.id for job in old})
         target._engine.adopt(held, 60.0)
         self.assertRaises(tq.DuplicateJobError, target._engine.adopt, held[:1], 60.0)
         self.assertEqual(target._engine.held("move-"), held)
@@ -8650,6 +8688,22 @@ class PostgresTest(ClusterCase):
             self.assertLess(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"], 90)
         self.assertEqual(queue.find(queue.get().id).payload, 1)
 
+    def test_a_mover_that_died_leaves_jobs_as_they_were(self):
+        """When its hold ends a delayed job is delayed and a dead one dead,
+        with the same attempts, and nothing is delivered."""
+        queue = self.open(max_retries=0)
+        queue.put("dead", id="dead")
+        queue.task_done(queue.get(), False, "why")
+        queue.put("late", id="late", delay=3600)
+        before = list(queue.jobs())
+        for state in ("pending", "dead"):
+            self.assertEqual(len(queue._engine.hold(state, 9, 0.001, "move-")), 1)
+        self.assertEqual(queue.stats().inflight, 2)
+        time.sleep(0.01)
+        for view in self.views(queue, max_retries=0):
+            self.assertIsNone(view.get())
+            self.assertEqual(list(view.jobs()), before)
+
     def test_batches_are_one_statement(self):
         """put_many of thousands is one round trip, and keeps their order."""
         queue, asked = self.open(), []
@@ -8744,6 +8798,15 @@ class PostgresFaultTest(ClusterCase):
             self.ask(f"DROP FUNCTION {schema}.fail")
             self.ask(f"DROP SEQUENCE {schema}.failures")
         self.assertDrains(queue, [0, "40001", "40P01"])
+
+    def test_errors_quote_no_payload(self):
+        """The server's words may hold a whole row: they are not passed on."""
+        queue = self.open()
+        queue.put("public")
+        self.ask(f"ALTER TABLE {self.table(queue)} ADD CHECK (priority < 5)")
+        with self.assertRaisesRegex(tq.QueueError, "check constraint") as caught:
+            queue.put("confidential", priority=7)
+        self.assertNotIn("confidential", str(caught.exception))
 
     def test_a_full_disk_is_reported(self):
         """QueueError with errno ENOSPC, nothing kept; then it goes on."""
@@ -8879,8 +8942,8 @@ class PostgresLostTest(ClusterCase):
         is well again."""
         queue = self.open(path=self.queue._engine.source, lock_timeout=1.0)
         job = queue.get()
-        more = (lambda: queue.task_done(job), queue.stats) if DEEP else ()
-        for call in (lambda: queue.put(1), queue.get, *more):
+        more = (queue.get, lambda: queue.task_done(job), queue.stats) if DEEP else ()
+        for call in (lambda: queue.put(1), *more):
             self.relayed.silent = True
             start = time.monotonic()
             self.assertRaises(tq.QueueError, call)
@@ -8888,6 +8951,18 @@ class PostgresLostTest(ClusterCase):
             self.relayed.silent = False
         eventually(lambda: queue.stats().inflight == 1)
         queue.task_done(job)
+
+    def test_no_thread_waits_for_the_others_in_turn(self):
+        """Eight that ask a silent server fail together, not one after another."""
+        queue = self.open(path=self.queue._engine.source, lock_timeout=1.0)
+        self.relayed.silent = True
+        start = time.monotonic()
+
+        def get():
+            self.assertRaises(tq.QueueError, queue.get)
+
+        self.run_threads(*[get] * 8)
+        self.assertLess(time.monotonic() - start, 9.0)
 
 
 class PostgresRestartTest(ClusterCase):
@@ -9038,7 +9113,7 @@ class PostgresJoinTest(Case):
 class PostgresOnceTest(ExactlyOnceTest):
     """Killed at any message to or from the server, likewise."""
 
-    STRIDE, LEAST = 4, 8
+    STRIDE, LEAST = 7, 8
 
     def setUp(self):
         if NO_POSTGRES:
@@ -9640,20 +9715,23 @@ class Fuse:
         self.left, self.after = n, after
 
     def around(self, engine):
-        steps = ("hold", "adopt", "drop", "let_go")
+        steps = ("hold", "rehold", "adopt", "drop", "let_go")
         return Patched(engine, **{s: self.step(getattr(engine, s)) for s in steps})
 
     def step(self, verb):
         def run(*args):
             self.left -= 1
             if self.left == 0 and not self.after:
-                raise Killed
+                self.blow()
             result = verb(*args)
             if self.left == 0:
-                raise Killed
+                self.blow()
             return result
 
         return run
+
+    def blow(self):
+        raise Killed
 
 
 class Killed(BaseException):
@@ -9764,6 +9842,55 @@ class MoveTest(CommandLineCase):
             found.append(job.id)
             queue.task_done(job)
         return found
+
+    def test_two_moves_at_once_lose_nothing(self):
+        """At each step of the one another does all its work."""
+        for source, target in self.pairs():
+            for n in itertools.count(1):
+                queue, moved = self.open(source), self.open(target)
+                queue.put_many([*"abc"], ids=[*"abc"])
+                fuse, move = Fuse(n, True), tq._Move(queue, moved)
+                fuse.blow = tq._Move(self.open(source), self.open(target)).run
+                with mock.patch.object(tq, "_BATCH", 2):
+                    move._here, move._there = map(
+                        fuse.around, (move._here, move._there)
+                    )
+                    move.run()
+                self.assertEqual(queue.stats()[:4], (0, 0, 0, 0), n)
+                self.assertEqual(sorted(self.drain(moved)), [*"abc"], n)
+                if fuse.left > 0:
+                    break
+            self.assertGreater(n, 9)
+
+    def test_what_is_adopted_while_another_move_looks_is_not_lost(self):
+        """A second move begins between any two looks of the first."""
+        for source, target in self.pairs():
+            for look in ("held", "rehold"):
+                for before in (True, False):
+                    self.adopt_at_a_look(source, target, look, before)
+
+    def adopt_at_a_look(self, source, target, look, before):
+        queue, moved = self.open(source), self.open(target)
+        queue.put_many([*"abc"], ids=[*"abc"])
+        first, second = (tq._Move(queue, moved) for _ in range(2))
+        engine = "_there" if look == "held" else "_here"
+        verb = getattr(getattr(second, engine), look)
+        batches = []
+
+        def looking(*args):
+            found = None if before else verb(*args)
+            batches.append(first._here.hold("pending", 9, 60.0, first._prefix))
+            first._there.adopt(batches[0], 60.0)
+            return verb(*args) if before else found
+
+        real = getattr(second, engine)
+        setattr(second, engine, Patched(real, **{look: looking}))
+        second._go_on()
+        setattr(second, engine, real)
+        first._drop(batches[0])
+        second.run()
+        self.assertEqual(queue.stats()[:4], (0, 0, 0, 0))
+        self.assertEqual(sorted(self.drain(moved)), [*"abc"], (look, before))
 
     def test_an_id_that_the_target_has_stays(self):
         """It is counted, the status is 1, and neither job is touched."""
@@ -10454,7 +10581,7 @@ class SupervisorTest(CommandLineCase):
     def setUp(self):
         super().setUp()
         args = {"max_jobs": None, "processes": 1, "timeout": 1.0, "threads": 1}
-        args.update(name="default", stop_when_empty=False, words=["handlers:handle"])
+        args.update(name="default", stop_when_empty=False, given=["handlers:handle"])
         queue = self.queue(fsync=False)
         self.supervisor = tq._Supervisor(queue, types.SimpleNamespace(**args))
         (self.slot,) = self.supervisor._slots
@@ -10470,19 +10597,6 @@ class SupervisorTest(CommandLineCase):
         since = time.monotonic() - 2
         self.slot.running = {of(job): (job.id, since) for job in jobs}
         return jobs
-
-    def test_workers_are_given_dir_as_it_came(self):
-        """With a URL's password, which a queue's path hides; what is in the
-        environment stays there."""
-        url = "postgresql://me:sesame@127.0.0.1/db"
-        for words, home in (([url, "m:f"], ""), (["m:f"], url)):
-            with mock.patch.dict(os.environ, TINY_QUEUE_DIR=home):
-                args = tq._parse(["work", *words])
-                supervisor = tq._Supervisor(self.supervisor.queue, args)
-                command = supervisor._command(supervisor._slots[0], "3")
-                child = tq._parse(command[command.index("work") :])
-            self.assertEqual((child.dir, child.given), (url, ["m:f"]))
-            self.assertEqual(url in command, not home)
 
     def check(self, said=""):
         """Look at the time limit once; return what was killed."""
@@ -15971,7 +16085,7 @@ ENUMERATIONS = (
     + [NestedCrashTests, NewDirectoryTests],
     [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
     + [InterruptTest],
-    [*TWINS, EngineHistoriesTest, ExactlyOnceTest, SqliteTest],
+    [*TWINS, ExactlyOnceTest, SqliteTest] + [EngineHistoriesTest] * (not LIGHT),
 )
 
 
@@ -15983,7 +16097,7 @@ class EnumerationsTest(unittest.TestCase):
 
     @classmethod
     def start(cls):
-        for cases in ENUMERATIONS:
+        for cases in ENUMERATIONS[-1:] if LIGHT else ENUMERATIONS:
             names = [f"{__name__}.{case.__name__}" for case in cases]
             command = [sys.executable, "-m", "unittest", *names]
             cls.children.append(
@@ -16015,7 +16129,7 @@ def load_tests(loader, tests, pattern):
     if NO_POSTGRES and "TQ_JOBS" not in os.environ:
         line = f"PostgreSQL was not tested: {NO_POSTGRES}"
         atexit.register(print, line, file=sys.stderr, flush=True)
-    heavy = {case for cases in ENUMERATIONS for case in cases}
+    heavy = {EngineHistoriesTest, *itertools.chain(*ENUMERATIONS)}
     if loader.testNamePatterns:
         return tests
     if os.environ.get("TQ_MUTANTS"):
@@ -16027,8 +16141,6 @@ def load_tests(loader, tests, pattern):
         and not any(isinstance(case, EnumerationsTest) for case in group)
         for case in group
     )
-    if LIGHT:
-        return suite
     EnumerationsTest.start()
     suite.addTest(EnumerationsTest("test_enumerations"))
     return suite

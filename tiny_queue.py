@@ -1457,6 +1457,11 @@ class _Engine:
         """The jobs inflight under tokens that start so."""
         raise NotImplementedError
 
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        """Hold what held() finds for so many seconds, under new tokens: a
+        move that still has the old ones can change nothing with them."""
+        raise NotImplementedError
+
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
         """Insert jobs, all or none, inflight as hold() leaves them; an id that
         is alive raises DuplicateJobError."""
@@ -2364,6 +2369,22 @@ class _FileMoves(_FileLeases):
             if token.startswith(prefix)
         ]
 
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        parcels, ticket = self._transact(self._rehold, seconds, prefix)
+        self._commit(ticket)
+        return cast("list[_Parcel]", parcels)
+
+    def _rehold(
+        self, seconds: float, prefix: str
+    ) -> tuple[list[_Parcel], _Ticket | None]:
+        parcels = [
+            parcel._replace(token=f"{prefix}{self._fresh()}-{parcel.state}")
+            for parcel in self._find_held(prefix)
+        ]
+        keys = [_key(parcel.id) for parcel in parcels]
+        records = [self._record(key, self._index.entries[key]) for key in keys]
+        return parcels, self._lease_moved(records, parcels, seconds)
+
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
         self._commit(self._transact(self._adopt, parcels, seconds))
 
@@ -2979,6 +3000,9 @@ def _any_record(line: bytes) -> _Record:
     if "crc" in fields and not seal:
         raise _DamagedError("checksum does not match")
     _fill(fields)
+    if not seal and fields["rev"] > _MAX_REV // 2:
+        # It must leave room for the revs of its job's further changes.
+        raise _DamagedError(f"rev: by hand at most {_MAX_REV // 2}")
     top = _TOP.match(line)
     if top and seal and top[1] != _key(fields["id"]):
         raise _DamagedError("two ids")
@@ -3025,9 +3049,7 @@ def _check_text(what: str, value: object) -> None:
 _natural = functools.partial(_integer, low=0, high=2**53)
 _instant = functools.partial(_number, low=0, high=_MAX_SECONDS)
 _CHECKS: tuple[tuple[str, Callable[[str, Any], Any], Any], ...] = (
-    # Half of what is sound with a checksum: a line by hand must leave room for
-    # the revs of its job's further changes.
-    ("rev", functools.partial(_integer, low=1, high=_MAX_REV // 2), 1),
+    ("rev", functools.partial(_integer, low=1, high=_MAX_REV), 1),
     ("attempts", _natural, 0),
     (
         "priority",
@@ -4656,6 +4678,10 @@ class _Database(_Engine):
         self._serial = itertools.count(1)
         self._looked = -math.inf
 
+    def forked(self) -> None:
+        """Forget all that a process may not share with its parent."""
+        raise NotImplementedError
+
     def _check_open(self) -> None:
         if self._closed:
             raise QueueClosedError(
@@ -4664,6 +4690,8 @@ class _Database(_Engine):
 
     def _fresh(self) -> str:
         """An id or token: unique by a random prefix of this process."""
+        if self._pid != os.getpid():
+            self.forked()
         return f"{self._prefix}{next(self._serial):x}"
 
     def _retries(self, own: int | None) -> int:
@@ -5745,7 +5773,132 @@ class _LiteLeases(_LiteJoins):
         return ("delayed", time.time() + delay) if delay else ("ready", 0.0)
 
 
-class _LiteEngine(_LiteLeases):
+class _LiteMoves(_LiteLeases):
+    """Jobs on their way to another queue or from one."""
+
+    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
+        args = (state, n, seconds, prefix)
+        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
+
+    def _hold(
+        self, db: Any, state: str, n: int, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        rows: list[Any] = []
+        for sql in _LITE_HOLDABLE[state]:
+            rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
+        return self._hold_rows(db, rows, state, seconds, prefix)
+
+    def _hold_rows(
+        self, db: Any, rows: list[Any], state: str, seconds: float, prefix: str
+    ) -> list[_Parcel]:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        parcels = []
+        for row in map(_LiteRow._make, rows):
+            was = row.was or state
+            turn, token = turn + 1, f"{prefix}{self._fresh()}-{was}"
+            parcels.append(self._parcel(row, was, token))
+            stamp = (token, clock, now, now + seconds, turn, was, row.place)
+            db.execute(_LITE_HOLD, stamp)
+        return parcels
+
+    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
+        return _Parcel(
+            _from_column(row.id),
+            row.payload,
+            state,
+            row.attempts,
+            row.priority,
+            row.created_at,
+            row.run_at,
+            row.leased_at,
+            None if row.last_error is None else _from_column(row.last_error),
+            row.max_retries,
+            row.lapses,
+            token,
+        )
+
+    def held(self, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._held, prefix, write=False, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return [
+            self._parcel(row, row.was or "pending", cast(str, row.token))
+            for row in map(_LiteRow._make, rows)
+        ]
+
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        found = self._transact(self._rehold, seconds, prefix, nothing=[])
+        return cast("list[_Parcel]", found)
+
+    def _rehold(self, db: Any, seconds: float, prefix: str) -> list[_Parcel]:
+        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
+        return self._hold_rows(db, rows, "pending", seconds, prefix)
+
+    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
+        self._transact(self._adopt, parcels, seconds)
+
+    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
+        now, clock = time.time(), time.monotonic()
+        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
+        for parcel in parcels:
+            turn += 1
+            row = self._row(db, parcel.id)
+            if row is not None:
+                raise self._duplicate(self._view(row))
+            error = parcel.last_error
+            values = (
+                self._name,
+                _to_column(parcel.id),
+                random.getrandbits(48),
+                parcel.attempts,
+                parcel.priority,
+                parcel.created_at,
+                parcel.run_at,
+                parcel.max_retries,
+                parcel.lapses,
+                None if error is None else _to_column(error),
+                parcel.token,
+                clock,
+                parcel.leased_at,
+                now,
+                now + seconds,
+                turn,
+                parcel.state,
+                parcel.text,
+            )
+            db.execute(_LITE_ADOPT, values)
+
+    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
+        return cast("set[str]", self._transact(self._drop, parcels))
+
+    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
+        void = set()
+        for parcel in parcels:
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            if not db.execute(_LITE_DONE, fence).rowcount:
+                void.add(parcel.id)
+        return void
+
+    def let_go(self, parcels: Sequence[_Parcel]) -> None:
+        self._transact(self._let_go, parcels)
+
+    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
+        now = time.time()
+        for parcel in parcels:
+            state = "delayed" if parcel.run_at > now else "ready"
+            fence = (self._name, _to_column(parcel.id), parcel.token)
+            change = (
+                "dead" if parcel.state == "dead" else state,
+                parcel.run_at,
+                parcel.leased_at,
+            )
+            db.execute(_LITE_LET_GO, (*change, *fence))
+
+
+class _LiteEngine(_LiteMoves):
     """The engine for a SQLite database, the application's own or another."""
 
     # Settle, extend
@@ -5975,115 +6128,6 @@ class _LiteEngine(_LiteLeases):
             self._disconnect()
             self._watch.close()
             self._lock.close()
-
-    # Moving
-
-    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
-        args = (state, n, seconds, prefix)
-        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
-
-    def _hold(
-        self, db: Any, state: str, n: int, seconds: float, prefix: str
-    ) -> list[_Parcel]:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
-        rows: list[Any] = []
-        for sql in _LITE_HOLDABLE[state]:
-            rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
-        parcels = []
-        for row in map(_LiteRow._make, rows):
-            turn, token = turn + 1, f"{prefix}{self._fresh()}-{state}"
-            parcels.append(self._parcel(row, state, token))
-            stamp = (token, clock, now, now + seconds, turn, state, row.place)
-            db.execute(_LITE_HOLD, stamp)
-        return parcels
-
-    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
-        return _Parcel(
-            _from_column(row.id),
-            row.payload,
-            state,
-            row.attempts,
-            row.priority,
-            row.created_at,
-            row.run_at,
-            row.leased_at,
-            None if row.last_error is None else _from_column(row.last_error),
-            row.max_retries,
-            row.lapses,
-            token,
-        )
-
-    def held(self, prefix: str) -> list[_Parcel]:
-        found = self._transact(self._held, prefix, write=False, nothing=[])
-        return cast("list[_Parcel]", found)
-
-    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
-        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
-        return [
-            self._parcel(row, row.was or "pending", cast(str, row.token))
-            for row in map(_LiteRow._make, rows)
-        ]
-
-    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        self._transact(self._adopt, parcels, seconds)
-
-    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
-        for parcel in parcels:
-            turn += 1
-            row = self._row(db, parcel.id)
-            if row is not None:
-                raise self._duplicate(self._view(row))
-            error = parcel.last_error
-            values = (
-                self._name,
-                _to_column(parcel.id),
-                random.getrandbits(48),
-                parcel.attempts,
-                parcel.priority,
-                parcel.created_at,
-                parcel.run_at,
-                parcel.max_retries,
-                parcel.lapses,
-                None if error is None else _to_column(error),
-                parcel.token,
-                clock,
-                parcel.leased_at,
-                now,
-                now + seconds,
-                turn,
-                parcel.state,
-                parcel.text,
-            )
-            db.execute(_LITE_ADOPT, values)
-
-    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
-        return cast("set[str]", self._transact(self._drop, parcels))
-
-    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
-        void = set()
-        for parcel in parcels:
-            fence = (self._name, _to_column(parcel.id), parcel.token)
-            if not db.execute(_LITE_DONE, fence).rowcount:
-                void.add(parcel.id)
-        return void
-
-    def let_go(self, parcels: Sequence[_Parcel]) -> None:
-        self._transact(self._let_go, parcels)
-
-    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
-        now = time.time()
-        for parcel in parcels:
-            state = "delayed" if parcel.run_at > now else "ready"
-            fence = (self._name, _to_column(parcel.id), parcel.token)
-            change = (
-                "dead" if parcel.state == "dead" else state,
-                parcel.run_at,
-                parcel.leased_at,
-            )
-            db.execute(_LITE_LET_GO, (*change, *fence))
 
 
 _ENGINE_OF["sqlite"] = _LiteEngine
@@ -6577,6 +6621,19 @@ WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(prefix)s
 ORDER BY place
 """
 
+_PG_REHOLD = """
+-- Under new tokens: whoever has the old ones can change nothing any more.
+WITH held AS (
+    UPDATE HOME.tiny_queue_job SET rev = rev + 1,
+        renewed_at = NOW, lease_until = NOW + %(seconds)s,
+        token = %(prefix)s || nextval('HOME.tiny_queue_place') || '-' || moved_from
+    WHERE queue = %(queue)s AND state = 'inflight'
+        AND starts_with(token, %(prefix)s) AND moved_from IS NOT NULL
+    RETURNING *
+)
+SELECT PARCEL, LAZY FROM held ORDER BY place
+"""
+
 _PG_ADOPT = """
 -- All or none, inflight as they are on the other side.
 WITH new AS (
@@ -7012,7 +7069,8 @@ class _PgCore(_Database):
         self._registered = False  # and the queue's name is there
         self._tokens: dict[str, float] = {}  # unsettled leases and their ends
         self._session: _PgSession | None = None
-        self._session_lock = threading.Lock()
+        self._session_turn = threading.Condition()
+        self._opening = False
         self._pool = _PgPool(self._size)
         self._watch = _PgWatch()
         self._bell = _PgBell(self._ring)
@@ -7072,7 +7130,7 @@ class _PgCore(_Database):
         conninfo = {
             "connect_timeout": math.ceil(min(lasting, 1e6) / hosts),
             "client_encoding": "utf8",
-            "fallback_application_name": "tiny_queue",
+            "fallback_application_name": f"tiny_queue {os.getpid()}",
             "keepalives_idle": self._keepalive,
             "keepalives_interval": max(1, self._keepalive // 3),
             "keepalives_count": 3,
@@ -7180,7 +7238,9 @@ class _PgCore(_Database):
         unreachable = isinstance(exc, _UnreachableError)
         exc = cast(Exception, exc.__cause__) if unreachable else exc
         code = getattr(exc, "sqlstate", None)
-        text = self._clean(str(exc))
+        # Not all of it: its detail may quote a row, payload included.
+        said = getattr(getattr(exc, "diag", None), "message_primary", None)
+        text = self._clean(said or str(exc))
         kind, advice = _PG_ADVICE.get(code or "", (QueueError, "nothing was changed"))
         if isinstance(exc, TimeoutError):
             kind, advice = LockTimeoutError, "is it stopped, or the network cut?"
@@ -7251,9 +7311,10 @@ class _PgCore(_Database):
         text = self._texts.get(key)
         if text is None:
             words = {**self._words, **words}
-            names = "|".join(words)
-            while re.search(rf"\b({names})\b", template):
-                template = re.sub(rf"\b({names})\b", lambda m: words[m[1]], template)
+            # What is quoted is the schema's name, which may be one of these words.
+            word = re.compile(rf"(?<!\")\b({'|'.join(words)})\b")
+            while word.search(template):
+                template = word.sub(lambda m: words[m[1]], template)
             text = self._texts[key] = template
         return text
 
@@ -7619,17 +7680,41 @@ class _PgLeases(_PgPuts):
 
     def _live_session(self) -> _PgSession:
         """This object's proof of life; a lost one is replaced, and its jobs
-        that nobody has taken over are ours still."""
+        that nobody has taken over are ours still.  One thread connects, the
+        others wait for it as long as it may take itself."""
         if self._pid != os.getpid():
             self.forked()
-        with self._session_lock:
-            session = self._session
-            if session is None or session.lost():
-                self._session = self._new_session()
-                if session is not None:
-                    session.close()
-                    self._rename(session.number, self._session.number)
-            return cast(_PgSession, self._session)
+        deadline = time.monotonic() + max(self._lock_timeout, 1.0)
+        mine, turn = False, self._session_turn
+        try:
+            with turn:
+                while self._opening:
+                    if not turn.wait(deadline - time.monotonic()):
+                        raise self._still_opening()
+                session = self._session
+                if session is not None and not session.lost():
+                    return session
+                mine = self._opening = True
+            self._session = self._new_session()
+            if self._closed:  # meanwhile
+                self._session.close()
+            if session is not None:
+                session.close()
+                self._rename(session.number, self._session.number)
+            return self._session
+        finally:
+            if mine:
+                with turn:
+                    self._opening = False
+                    turn.notify_all()
+
+    def _still_opening(self) -> LockTimeoutError:
+        return LockTimeoutError(
+            f"queue {self.path!r}: another thread is still connecting; is the server"
+            " there?",
+            path=self.path,
+            timeout=self._lock_timeout,
+        )
 
     def _new_session(self) -> _PgSession:
         """On a connection of its own: the one lent goes back to the pool."""
@@ -7778,7 +7863,8 @@ class _PgEngine(_PgLeases):
     def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
         states = _PG_STATES[state]
         rows = self._rows(_PG_SNAPSHOT, bulk=True, states=states, limit=limit)
-        return self._pages((rows and rows[0][0]) or "", states)
+        ids: str | None = rows[0][0] if rows else None
+        return self._pages(ids or "", states)
 
     def _pages(self, ids: str, states: list[str]) -> Iterator[Job]:
         """Read the jobs page by page; what left these states is left out."""
@@ -7888,9 +7974,8 @@ class _PgEngine(_PgLeases):
         self._bell.settle_up()
         self._closed = True
         self._watch.close()
-        with self._session_lock:
-            if self._session is not None:
-                self._session.close()
+        if self._session is not None:
+            self._session.close()
         self._pool.close()
 
     # Moving
@@ -7910,6 +7995,10 @@ class _PgEngine(_PgLeases):
 
     def held(self, prefix: str) -> list[_Parcel]:
         rows = self._rows(_PG_HELD, bulk=True, prefix=prefix)
+        return [self._parcel(row) for row in rows]
+
+    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
+        rows = self._rows(_PG_REHOLD, bulk=True, seconds=seconds, prefix=prefix)
         return [self._parcel(row) for row in rows]
 
     def _parcel(self, row: Sequence[Any]) -> _Parcel:
@@ -8237,7 +8326,9 @@ def _parser(**options: Any) -> argparse.ArgumentParser:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            super().error(_visible(message))  # it quotes the arguments raw
+            # It quotes the arguments raw, and one may be a URL with a password.
+            message = re.sub(r"(://[^:@/\s]*:).*@", r"\1***@", message)
+            super().error(_visible(message))
 
     return Parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -8814,15 +8905,19 @@ class _Move:
         self._here.let_go(self.kept)
 
     def _go_on(self) -> None:
-        """Finish what an earlier move left."""
-        here = {parcel.token: parcel for parcel in self._here.held(self._prefix)}
-        there = {parcel.token: parcel for parcel in self._there.held(self._prefix)}
-        self._adopt([here[token] for token in here if token not in there])
-        self._drop([here[token] for token in here if token in there])
-        self._land([there[token] for token in there if token not in here])
+        """Finish what an earlier move left, which may still be at it.
+
+        What is held there is looked at first.  Each of these jobs is then either
+        gone from here, or it is here, where the new token keeps the other move
+        from dropping it after we have dropped the copy.
+        """
+        there = self._there.held(self._prefix)
+        here = self._here.rehold(self._SECONDS, self._prefix)
+        self._land(there)
+        self._adopt(here)
 
     def _land(self, parcels: list[_Parcel]) -> None:
-        """Let go what is gone from here; what came back here is ours again."""
+        """Let go what is gone from here; of what is here drop the copy."""
         back = [parcel for parcel in parcels if self._is_here(parcel)]
         if back:
             self._there.drop(back)
@@ -9317,6 +9412,12 @@ class _Supervisor:
             return
         theirs.close()
         slot.begin(process, ours, self._wake)
+        # Not as an argument, which everybody can read: it may have a password.
+        where = _quote(self.queue._engine.source)
+        try:
+            _write(cast(IO[bytes], process.stdin).fileno(), f"{where}\n".encode())
+        except BrokenPipeError:
+            pass  # it died at once, which is seen to
 
     def _pause(self, slot: _Slot, why: str) -> None:
         slot.pause = min(slot.pause * 2 or 0.1, self._LONGEST_PAUSE)
@@ -9333,9 +9434,7 @@ class _Supervisor:
             command.append(f"--max-jobs={slot.quota}")
         if args.stop_when_empty:
             command.append("--stop-when-empty")
-        # The words as they came: the queue's path hides the password of a URL, and
-        # one that is in TINY_QUEUE_DIR stays out of the list of processes.
-        return [*command, "--", *args.words]
+        return [*command, "--", self.queue.path, *args.given]
 
     def _bury(self, slot: _Slot) -> None:
         """A worker ended: is it to have a successor, and when?"""
@@ -9428,11 +9527,10 @@ def _inheritable(fd: int) -> tuple[str, tuple[int, ...]]:
 
 def _work_in_child(args: argparse.Namespace) -> int:
     reports = _Reports(args.report_to)
-    # The queue first: what the handler's module does to the current directory
-    # or to the environment must not change which one it is.
+    args.dir = json.loads(_first_line(0))  # the one among the arguments is for `ps`
+    handler = _import_handler(*args.given)
+    _log_to_stderr()
     with _open_queue(args) as queue:
-        handler = _import_handler(*args.given)
-        _log_to_stderr()
         worker = Worker(
             queue,
             reports.around(handler),
@@ -9446,6 +9544,17 @@ def _work_in_child(args: argparse.Namespace) -> int:
     counts = ", ".join(f"{name} {n}" for name, n in totals._asdict().items())
     _log().info("worker %d ends: %s", os.getpid(), counts)
     return _OK
+
+
+def _first_line(fd: int) -> bytes:
+    """Read up to a newline, and not one byte of what comes after."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            raise _RefusalError("the supervisor is gone")
+        line += byte
+    return line
 
 
 class _Reports:
