@@ -3752,6 +3752,15 @@ class HandWrittenTest(Case):
         queue.task_done(queue.get())
         self.assertIsNone(self.open().get())
 
+    def test_what_stands_behind_the_payload_is_kept(self):
+        """Where a line of ours has nothing, another program's may."""
+        head = b'{"id":"a","rev":1,"attempts":0,"priority":0,"run_at":0,'
+        self.write("pending", head + b'"created_at":1.5,"payload":1,"more":[2]}\n')
+        queue = self.open()
+        self.assertEqual(queue.verify(), [])
+        self.assertEqual(queue.get().payload, 1)
+        self.assertIn(b'"more":[2]', file_bytes(self.path, "inflight"))
+
     def test_a_token_settles_nothing_that_is_not_inflight(self):
         """A line moved back to pending by hand may still have one."""
         self.write("pending", b'{"id":"a","token":"t","payload":1}\n')
@@ -4684,6 +4693,29 @@ class DurabilityTest(Case):
         with Recorder(self.path) as events:
             self.queue.put(2)
         self.assertEqual(sorted(events), ["sync dir", "sync pending"])
+
+    def test_a_thread_that_waits_for_another_s_sync_has_its_own(self):
+        """If it appended before that began: the one sync is for both."""
+        self.queue.put(1)
+        store, real, syncs = self.queue._engine._store, tq._sync, []
+        tickets = [store.ticket(store.files[0], []) for _ in range(2)]
+
+        def slow(fd):
+            syncs.append(fd)
+            eventually(lambda: store.files[0].inode.cond._waiters)
+            real(fd)
+
+        threads = [
+            threading.Thread(target=store.commit, args=(ticket,)) for ticket in tickets
+        ]
+        with mock.patch.object(tq, "_sync", slow):
+            threads[0].start()
+            eventually(lambda: syncs)
+            threads[1].start()
+            for thread in threads:
+                thread.join(PATIENCE)
+        self.assertEqual(len(syncs), 1)
+        self.assertEqual(store.files[0].inode.synced, tickets[1].number)
 
     def test_threads_share_a_sync(self):
         """While one sync runs others gather, and the next append and sync are
@@ -6908,7 +6940,6 @@ class HolderTest(Case):
         with clock.patch():
             self.assertEqual(queue.get().payload, 0)
             child.kill()
-            eventually(lambda: queue._engine.lapsed(math.inf))  # a server hears of it
             clock.jump(1.0, mono=1.0)
             self.assertEqual(queue.get().id, "a")
             self.assertEqual(queue.get().payload, 1)
@@ -7595,6 +7626,24 @@ if pid:
         self.assertRaises(tq.QueueClosedError, closed.get)
         self.assertDrains(self.open(), [1, 2, 3])
 
+    def test_a_worker_in_a_fork_that_python_does_not_know_of(self):
+        """Its leases are its own, as are its parent's."""
+        queue = self.open()
+        queue.put_many([1, 2])
+        mine = queue.get()
+
+        def work(link):
+            job = queue.get()
+            queue.task_done(job)
+            return job.payload, job.token
+
+        with mock.patch.multiple(tq, _ENGINES=(), _LITE_ENGINES=()):
+            payload, token = self.spawn(work).hear()
+        self.assertEqual(payload, 2)
+        self.assertNotEqual(mine.token.split("-")[0], token.split("-")[0])
+        queue.task_done(mine)
+        self.assertEqual(list(self.open().jobs()), [])
+
     def test_another_makes_the_directory_at_the_same_moment(self):
         """It is used as if this process had made it."""
         self.path = os.path.join(self.dir, "a", "jobs")
@@ -7853,6 +7902,30 @@ class JoinTest(Case):
             self.assertRaises(ValueError, self.queue.put, 1, connection=conn)
         self.assertEqual(len(self.queue), 1)
 
+    def test_another_object_settles_it_first_of_all(self):
+        """It need not have used the database before."""
+        job = self.queue.get()
+        self.open().task_done(job, connection=self.conn)
+        self.conn.commit()
+        self.assertEqual(list(self.queue.jobs()), [])
+
+    def test_a_closed_queue_joins_nothing(self):
+        """QueueClosedError, and the transaction is as it was."""
+        self.effect()
+        self.queue.close()
+        with self.assertRaises(tq.QueueClosedError):
+            self.queue.put(1, id="b", connection=self.conn)
+        self.conn.commit()
+        self.assertEqual((self.effects(), len(self.open())), (["a"], 1))
+
+    def test_a_fork_that_python_does_not_know_of_joins(self):
+        """Its child tells by its pid, and settles in a transaction of its own."""
+        job = self.queue.get()
+        with patched("os", getpid=lambda: -1):
+            self.queue.task_done(job, connection=self.conn)
+        self.conn.commit()
+        self.assertEqual(list(self.open().jobs()), [])
+
     def test_a_commit_ends_another_s_wait(self):
         """A waiting get has the job as soon as the caller commits."""
 
@@ -7882,7 +7955,7 @@ class DirectoryJoinTest(Case):
         self.assertFalse(os.path.exists(self.path))
 
 
-@every_engine(needs="can_join")
+@every_engine
 class MovingTest(Case):
     def test_moving_between_two_queues(self):
         """hold, adopt, drop, let_go: each job is deliverable on one side, in
@@ -7917,6 +7990,26 @@ class MovingTest(Case):
         self.assertEqual(source._engine.drop(held), set())
         self.assertEqual(source._engine.drop(held), {job.id for job in held})
         target._engine.let_go(held)
+
+    def test_the_count_of_dead_holders_moves_along(self):
+        """Else a job that kills its workers would do so longer."""
+        source, target = self.open(backoff=lambda n: 0), self.open(name="target")
+        source.put("x", id="x")
+        source.get(lease_timeout=0.001)
+        eventually(source.reap_stale)
+        (parcel,) = held = source._engine.hold("pending", 10, 60.0, "move-")
+        self.assertEqual((parcel.attempts, parcel.lapses), (1, 1))
+        target._engine.adopt(held, 60.0)
+        self.assertEqual(target._engine.held("move-"), held)
+
+    def test_what_is_held_and_left_comes_back(self):
+        """When its time is over, as the lease of one that died."""
+        queue = self.open()
+        queue.put("x")
+        self.assertEqual(len(queue._engine.hold("pending", 10, 0.01, "move-")), 1)
+        job = queue.get(timeout=PATIENCE)
+        self.assertEqual((job.payload, job.attempts), ("x", 1))
+        queue.task_done(job)
 
 
 class ExactlyOnceTest(Case):
@@ -8125,6 +8218,8 @@ class SqliteTest(Case):
             queue = self.open(path=f"sqlite:///{path}")  # fmt: skip
             with self.assertRaisesRegex(tq.QueueError, word):
                 queue.put(1)
+        with self.assertRaisesRegex(tq.QueueError, "not a database"):
+            self.open(path=f"sqlite:///{text}").verify()
         self.assertEqual(pathlib.Path(text).read_text(), "no database at all" * 100)
 
     def test_a_damaged_database_is_told(self):
@@ -8400,6 +8495,128 @@ class SqliteTest(Case):
         self.assertEqual(engine._transact(body), (True, 1))
         self.assertEqual(len(queue), 1)
 
+    def test_without_sqlite3_the_error_says_so(self):
+        """The module imports on a Python that was built without it."""
+        with mock.patch.dict(sys.modules, sqlite3=None):
+            with self.assertRaisesRegex(tq.QueueError, "built without"):
+                self.open()
+
+    def test_a_database_in_memory_is_another(self):
+        """ValueError: its connection has no file that could be the queue's."""
+        queue = self.open()
+        with contextlib.closing(sqlite3.connect(":memory:")) as conn:
+            with self.assertRaisesRegex(ValueError, "main database"):
+                queue.put(1, connection=conn)
+        self.assertEqual(os.listdir(self.dir), [])
+
+    def test_a_log_that_sqlite_refuses(self):
+        """Without WAL a reader would wait for each writer: QueueError at once,
+        and no table is made."""
+        queue = self.open()
+        engine = queue._engine
+        connect = engine._connect
+
+        def stubborn(write):
+            connect(write)
+            engine._db = Patched(engine._db, execute=functools.partial(run, engine._db))
+
+        def run(db, sql, *args):
+            sql = "SELECT 'delete'" if "journal_mode" in sql else sql
+            return db.execute(sql, *args)
+
+        with mock.patch.object(engine, "_connect", stubborn):
+            with self.assertRaisesRegex(tq.QueueError, "refuses its WAL.*'delete'"):
+                queue.put(1)
+        names = self.connect().execute("SELECT name FROM sqlite_master").fetchall()
+        self.assertEqual(names, [])
+
+    def test_a_call_in_the_middle_of_a_call(self):
+        """QueueError, where waiting for oneself would be for ever."""
+        queue = self.open()
+        queue.put(1)
+        with self.assertRaisesRegex(tq.QueueError, "in the middle of a call"):
+            queue._engine._transact(lambda db: queue.put(2))
+        self.assertDrains(queue, [1])
+
+    def test_another_thread_s_call_that_does_not_end(self):
+        """LockTimeoutError in time; afterwards the object works."""
+        queue, errors = self.open(lock_timeout=0.05), []
+        queue.put(1)
+
+        def put(db):
+            self.run_threads(lambda: errors.append(self.error_of(queue.put, 2)))
+
+        queue._engine._transact(put)
+        self.assertEqual([type(error) for error in errors], [tq.LockTimeoutError])
+        self.assertDrains(queue, [1])
+
+    def error_of(self, call, *args):
+        with self.assertRaises(tq.QueueError) as caught:
+            call(*args)
+        return caught.exception
+
+    def test_an_error_of_the_system(self):
+        """QueueError with its errno, where the database cannot be looked at."""
+        queue = self.open()
+        refusing = mock.Mock(side_effect=PermissionError(errno.EACCES, "Denied"))
+        with patched("os", stat=refusing):
+            error = self.error_of(queue.put, 1)
+        self.assertEqual(error.errno, errno.EACCES)
+        queue.put(2)
+        self.assertDrains(queue, [2])
+
+    def test_a_connection_that_does_not_close(self):
+        """close() says so in the log, and the queue is closed."""
+        queue = self.open()
+        queue.put(1)
+        db, refusing = queue._engine._db, mock.Mock()
+        refusing.connection.close.side_effect = sqlite3.OperationalError("no way")
+        queue._engine._db = refusing
+        with self.assertLogs("tiny_queue", "WARNING") as logs:
+            queue.close()
+        self.assertIn("no way", logs.output[0])
+        self.assertRaises(tq.QueueClosedError, queue.put, 2)
+        db.connection.close()
+
+    def test_a_lock_file_that_was_deleted_or_replaced(self):
+        """Who leases next proves its life on the file that is there now."""
+        queue, other = self.open(), self.open()
+        queue.put_many(range(5))
+        queue.task_done(queue.get())
+        for makers in ([queue], [other, queue]):
+            os.unlink(f"{self.file}-tiny_queue.lock")
+            for maker in makers:
+                job = maker.get()
+                for view in (queue, other, self.open()):
+                    self.assertEqual(view._engine.lapsed(math.inf), [])
+                maker.task_done(job)
+        self.assertDrains(queue, [4])
+
+    def test_a_database_that_is_deleted_while_somebody_waits(self):
+        """The wait goes on for the one that comes in its place."""
+        queue, found = self.open(), []
+        queue.put("old", delay=3600)
+        self.assertIsNone(queue.get(timeout=0.05))
+        for name in os.listdir(self.dir):
+            os.unlink(os.path.join(self.dir, name))
+        self.assertIsNone(queue.get(timeout=0.05))
+        self.run_threads(
+            lambda: found.append(queue.get(timeout=PATIENCE).payload),
+            lambda: self.open().put("new"),
+        )
+        self.assertEqual(found, ["new"])
+
+    def test_what_has_left_its_state_is_not_shown_in_it(self):
+        """Of the later pages: they are as they are when they are read."""
+        queue = self.open()
+        queue.put_many(range(6))
+        with mock.patch.object(tq, "_LITE_PAGE", 2):
+            jobs = queue.jobs("pending")
+            found = [next(jobs).payload]
+            queue.get_many(4)
+            found += [job.payload for job in jobs]
+        self.assertEqual(found, [0, 1, 4, 5])
+
     def test_the_first_put_of_all_may_join(self):
         """The tables are made in the same transaction, and go with it."""
         conn = sqlite3.connect(self.file)
@@ -8553,6 +8770,94 @@ class PostgresUrlTest(Case):
         self.assertEqual(len(logs.output), 1)
         self.assertLess(time.monotonic() - start, 5.0)
         self.assertFalse(caught.exception.outcome_unknown)
+
+
+class PostgresScriptedTest(Case):
+    """What no server says at will: none is asked."""
+
+    def setUp(self):
+        super().setUp()
+        if psycopg is None:
+            self.skipTest(NO_POSTGRES)
+        self.queue = self.open(path="postgresql://127.0.0.1:1/x")
+        self.engine = self.queue._engine
+
+    def test_a_telling_that_fails_is_still_owed(self):
+        """A put that fails would have paid for those before it."""
+        self.engine._bell = bell = mock.Mock(owing=True)
+        failing = mock.Mock(side_effect=tq.QueueError("no"))
+        for tell, owed in ((True, 1), (False, 0)):
+            bell.reset_mock()
+            bell.ask.return_value = tell
+            self.assertRaises(tq.QueueError, self.engine._telling, True, failing)
+            failing.assert_called_with(tell)
+            self.assertEqual(bell.owe.call_count, owed)
+
+    def test_a_bell_that_cannot_ring(self):
+        """The log says so; a closed queue's does not even try."""
+        refusing = mock.Mock(side_effect=tq.QueueError("no server"))
+        with mock.patch.object(self.engine, "_rows", refusing):
+            with self.assertLogs("tiny_queue", "WARNING") as logs:
+                self.engine._ring()
+            self.assertIn("not told of new jobs: no server", logs.output[0])
+            self.queue.close()
+            self.engine._ring()
+        self.assertEqual(refusing.call_count, 1)
+
+    def test_leases_that_are_never_settled_are_forgotten(self):
+        """When they are over: an object's memory stays bounded."""
+        dead = {f"t{n}": time.monotonic() - 1 for n in range(10_000)}
+        self.engine._tokens = dict(dead)
+        self.engine._remember([], 5.0)
+        self.assertEqual(self.engine._tokens, dead)
+        self.engine._remember([tq.Job("a", 1, token="mine")], 5.0)
+        self.assertEqual([*self.engine._tokens], ["mine"])
+
+    def test_waiting_for_a_descriptor(self):
+        """poll() and, where there is none, select() say the same."""
+        near, far = socket.socketpair()
+        self.addCleanup(near.close)
+        lack = types.SimpleNamespace(select=select.select)
+        for module in (select, lack):
+            with mock.patch.dict(sys.modules, select=module):
+                found = [tq._poll(near.fileno(), events, 0) for events in (1, 2, 3)]
+                self.assertEqual(found, [0, 2, 2])
+                far.send(b"x")
+                found = [tq._poll(near.fileno(), events, 1) for events in (1, 2, 3)]
+                self.assertEqual((found, near.recv(9)), ([1, 2, 3], b"x"))
+        far.close()
+        self.assertEqual(tq._poll(near.fileno(), 1, 1), 1)
+
+    def test_patience_ends_at_the_deadline_only(self):
+        """A wait that ended early goes on: its length is rounded and capped."""
+
+        def steps():
+            return (yield 1)
+
+        patience = tq._Patience(-1)
+        with mock.patch.object(tq, "_poll", side_effect=[0, 0, 1]) as poll:
+            self.assertEqual(patience.wait(steps()), 1)
+        self.assertEqual(poll.call_count, 3)
+        patience.deadline = time.monotonic()
+        with mock.patch.object(tq, "_poll", return_value=0):
+            self.assertRaises(TimeoutError, patience.wait, steps())
+
+    def test_a_damaged_table(self):
+        """verify() says after how many sound jobs; other errors are raised."""
+        job = tq.Job("a", 1)
+        for code, found in (("XX001", 3), ("XX002", 3), ("57014", None)):
+            error = tq.QueueError("invalid page", sqlstate=code)
+
+            def records(*_, error=error):
+                yield from (job, job)
+                raise error
+
+            with mock.patch.object(self.engine, "records", records):
+                if found is None:
+                    self.assertRaises(tq.QueueError, self.queue.verify)
+                else:
+                    (damage,) = self.queue.verify()
+                    self.assertEqual(damage[1:], (found, "invalid page"))
 
 
 class PostgresMissingTest(Case):
@@ -8857,6 +9162,114 @@ class PostgresFaultTest(ClusterCase):
         self.assertIsNone(other.get())
         queue.task_done(job)
 
+    def sleeper(self, queue):
+        """A thread that waits for a job; what it gets, or its error."""
+        found = []
+
+        def get():
+            try:
+                found.append(queue.get(timeout=PATIENCE).payload)
+            except tq.QueueError as exc:
+                found.append(type(exc))
+
+        thread = threading.Thread(target=get)
+        thread.start()
+        eventually(lambda: self.hears(thread))
+        return thread, found
+
+    def hears(self, thread):
+        """Whether it sleeps until the server says something."""
+        frame = sys._current_frames().get(thread.ident)
+        codes = [frame and frame.f_code, frame and frame.f_back and frame.f_back.f_code]
+        return codes == [tq._poll.__code__, tq._PgSession.hear.__code__]
+
+    def test_close_ends_a_sleep(self):
+        """At once, and the server sees the connection go."""
+        queue = self.open()
+        queue.put(1, delay=3600)
+        thread, found = self.sleeper(queue)
+        queue.close()
+        thread.join(5.0)
+        self.assertEqual(found, [tq.QueueClosedError])
+        sql = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = %s"
+        eventually(lambda: not self.ask(sql, [queue._engine._session.number]))
+
+    def test_a_session_that_ends_in_a_sleep(self):
+        """Whoever slept on it gets the next job all the same."""
+        queue = self.open()
+        queue.put(1, delay=3600)
+        thread, found = self.sleeper(queue)
+        old = queue._engine._session
+        self.ask(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE objid ="
+            f" {old.number} AND locktype = 'advisory'"
+        )
+        self.open().put("next")
+        thread.join(PATIENCE)
+        self.assertEqual(found, ["next"])
+        self.assertIsNot(queue._engine._session, old)
+
+    def test_a_telling_between_looking_and_sleeping(self):
+        """It comes with another answer, and is not slept over."""
+        queue, other = self.open(), self.open()
+        other.put(1, delay=3600)
+        engine, session = queue._engine, queue._engine._live_session()
+
+        def ask(link, template, **params):
+            rows = tq._PgPuts._ask(engine, link, template, **params)
+            if template == tq._PG_PEEK:
+                other.put("told")
+                eventually(lambda: link.rows("SELECT 1", {}) and session.told)
+            return rows
+
+        start = time.monotonic()
+        with mock.patch.object(engine, "_ask", ask):
+            self.assertTrue(engine._listen_on(session, PATIENCE))
+        self.assertLess(time.monotonic() - start, PATIENCE / 2)
+        self.assertEqual(queue.get().payload, "told")
+
+    def test_an_owner_number_that_another_has(self):
+        """Each object's is its own: it draws until one is free."""
+        queue, other = self.open(), self.open()
+        queue.put(1)
+        taken = queue._engine._live_session().number
+        with mock.patch.object(
+            tq.random, "getrandbits", side_effect=[taken - 1, taken - 1, taken]
+        ):
+            self.assertEqual(other._engine._live_session().number, taken + 1)
+
+    def test_an_id_that_comes_and_goes(self):
+        """Alive at the put, gone at the look, ever again: an error in the end."""
+        queue = self.open()
+        queue.put(1)
+        with mock.patch.object(queue._engine, "_ask", return_value=[]) as ask:
+            with self.assertRaisesRegex(tq.QueueError, "comes and goes"):
+                queue.put(2, id="x")
+        self.assertGreater(ask.call_count, 10)
+
+        def ask_for_many(link, template, **params):
+            if "payloads" in params:
+                raise psycopg.errors.UniqueViolation
+            return []
+
+        with mock.patch.object(queue._engine, "_ask", ask_for_many):
+            with self.assertRaisesRegex(tq.QueueError, "is no more; put them again"):
+                queue.put_many([2, 3], ids=["x", "y"])
+        self.assertDrains(queue, [1])
+
+    def test_tables_that_were_dropped(self):
+        """QueueError that says what comes next: they are made anew."""
+        queue = self.open()
+        queue.put(1)
+        schema = self.place.schema(self.path)
+        ours = [f"{schema}.tiny_queue_{name}" for name in ("job", "queues", "version")]
+        for what in (f"TABLE {', '.join(ours)}", f"SCHEMA {schema} CASCADE"):
+            self.ask(f"DROP {what}")
+            with self.assertRaisesRegex(tq.QueueError, "call makes (them|it) anew"):
+                queue.put(2)
+            queue.put(3)
+            self.assertDrains(queue, [3])
+
     def test_a_killed_worker_s_job_is_back_though_a_child_lives(self):
         """A forked child does not keep its parent's session."""
 
@@ -8920,13 +9333,30 @@ class PostgresLostTest(ClusterCase):
 
     def test_a_take_whose_answer_is_lost(self):
         """At whichever answer: the job is leased once, to whoever asked."""
-        for number in range(1, 7):
+        for queue in self.each_answer():
+            job = queue.get()
+            self.assertEqual((job.id, job.attempts), ("first", 1))
+            other = self.open()  # which loses no answer
+            self.assertEqual(other.stats().inflight, 1)
+            other.release(job)
+
+    def each_answer(self):
+        """New queues that lose the first, second, ... answer, as many as come."""
+        for number in itertools.count(1):
+            queue = self.open(path=self.queue._engine.source)
             self.relayed.cut_at = number
-            job = self.queue.get()
-            self.assertEqual((job.id, job.attempts), ("first", 1), number)
-            self.assertEqual(self.open().stats().inflight, 1)
-            self.relayed.cut_at = 0
-            self.queue.release(job)
+            yield queue
+            if self.relayed.cut_at:
+                break
+            queue.close()
+        self.relayed.cut_at = 0
+        self.assertGreater(number, 6)
+
+    def test_a_look_before_all_whose_answer_is_lost(self):
+        """Where there is no table yet, there is no job either."""
+        self.place.clean(self.path)
+        for queue in self.each_answer():
+            self.assertIsNone(queue.get())
 
     def test_a_settlement_whose_answer_is_lost(self):
         """It is done, and the caller is told that this is not certain."""
@@ -9030,6 +9460,45 @@ class PostgresBellTest(Case):
         self.assertLess(told + len(rings), 100)
         eventually(lambda: bell._payer is None)
 
+    def test_a_debt_made_while_the_payer_leaves(self):
+        """It has looked for the last time, and is not gone: another pays."""
+        rings = []
+
+        class Engine:
+            def ring(self):
+                rings.append(bell._payer)
+
+        class Late:
+            def __enter__(self):
+                bell.owing = not rings
+
+            def __exit__(self, *exc_info):
+                pass
+
+        engine = Engine()
+        bell = tq._PgBell(engine.ring)
+        bell._lock = Late()
+        with patched("time", sleep=lambda seconds: None):
+            bell._pay()
+            eventually(lambda: rings)
+            eventually(lambda: bell._payer is None)
+
+    def test_the_bell_of_a_queue_that_is_gone(self):
+        """It keeps no engine alive, and rings nobody."""
+        rings = []
+
+        class Engine:
+            def ring(self):
+                rings.append(self)
+
+        engine = Engine()
+        bell = tq._PgBell(engine.ring)
+        del engine
+        gc.collect()
+        bell.owing = True
+        bell.settle_up()
+        self.assertEqual((rings, bell.owing), ([], False))
+
     @unittest.skipIf(NO_POSTGRES, NO_POSTGRES)
     def test_waiting_workers_hear_of_puts_at_once(self):
         """Median under 5 ms on a machine that is not busy; a tenth of the poll
@@ -9084,6 +9553,15 @@ class PostgresJoinTest(Case):
                     self.queue.put(3, connection=conn)
                 conn.execute("SELECT 1")
         self.assertDrains(self.queue, ["first", 2])
+
+    def test_a_transaction_that_may_not_write(self):
+        """The server's error is a QueueError, and the caller rolls back."""
+        with contextlib.closing(self.place.connect(self.path)) as conn:
+            conn.execute("SET TRANSACTION READ ONLY")
+            with self.assertRaisesRegex(tq.QueueError, "only reads"):
+                self.queue.put(2, connection=conn)
+            conn.rollback()
+        self.assertDrains(self.queue, ["first"])
 
     def test_rows_may_be_anything_on_it(self):
         """Whatever row factory and adapters the application has set."""
@@ -9901,6 +10379,61 @@ class MoveTest(CommandLineCase):
             self.assertEqual((answer["pending"], answer["kept"]), (2, 1))
             self.assertEqual(self.open(source).get().payload, 2)
             self.assertEqual(self.open(target).find("b").payload, "other")
+
+    def test_what_came_back_meanwhile_moves_as_if_new(self):
+        """Leases of a move that ended while it was held: before the drop, or
+        while nobody went on with it."""
+        for source, target in self.pairs():
+            queue, moved = self.open(source), self.open(target)
+            for later in (False, True):
+                queue.put("x", id="x")
+                move = tq._Move(queue, moved)
+                move._there = self.returning(move, later)
+                with contextlib.suppress(Killed):
+                    move.run()
+                if later:
+                    self.assertEqual((len(queue), moved.get()), (1, None))
+                    move = tq._Move(queue, moved)
+                    move.run()
+                self.assertEqual(move.moved["pending"], 1)
+                self.assertEqual(self.drain(queue) + self.drain(moved), ["x"])
+
+    def returning(self, move, later):
+        """The target's engine; its first adoption ends the lease at the source,
+        and the move if that is made good by a later one."""
+        here, there = move._here, move._there
+
+        def adopt(parcels, seconds):
+            there.adopt(parcels, seconds)
+            move._there = there
+            here.let_go(parcels)
+            if later:
+                raise Killed
+
+        return Patched(there, adopt=adopt)
+
+    def test_people_are_told_what_moved_and_what_stays(self):
+        """In a sentence each; the status is 1 if anything was kept."""
+        for source, target in self.pairs():
+            self.fill(source)
+            said = self.shown("move", source, target)[0]
+            self.assertIn("moved 6 waiting and 1 dead jobs", said)
+            self.assertIn("1 inflight stay until they are settled", said)
+            self.assertNotIn("the target has", said)
+            self.assertNotIn("inflight", self.shown("move", target, source)[0])
+            self.open(target).put("other", id="x")
+            said = self.shown("move", source, target, status=1)[0]
+            self.assertIn("moved 5 waiting", said)
+            self.assertIn("1 stay: the target has their ids", said)
+
+    def test_a_move_that_fails_says_how_to_go_on(self):
+        """With the same command: nothing is lost."""
+        self.command("put", "jobs", "1")
+        text = os.path.join(self.folder, "text")
+        pathlib.Path(text).write_text("no database at all" * 100)
+        said = self.command("move", "jobs", f"sqlite:///{text}", status=1)[1]
+        self.assertIn("not finished: the same command goes on", said)
+        self.assertEqual(self.answer("stats", "jobs")["pending"], 1)
 
     def test_what_nobody_goes_on_with_comes_back(self):
         """A move that ended for good gives its jobs back after an hour."""
@@ -10823,6 +11356,14 @@ class BenchTest(CommandLineCase):
             self.assertGreater(figure["value"], 0, figure)
             if figure["unit"] == "/s":
                 self.assertGreater(figure["of_floor"], 0, figure)
+
+    def test_crowds_are_measured_in_each_round(self):
+        """In a short bench only once: starting processes takes most of it."""
+        for jobs, want in ((999, 1), (1000, tq._ROUNDS)):
+            bench, turns = tq._Bench(self.folder, jobs), []
+            bench._measure_crowd = bench._measure_waiting = turns.append
+            self.assertEqual(bench._take_turns({"one": turns.append}), [])
+            self.assertEqual(len(turns), tq._ROUNDS + 2 * want)
 
     def test_a_database_is_measured_by_its_url(self):
         """The figures that make sense there, without a floor; its own queues

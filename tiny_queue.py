@@ -5177,7 +5177,7 @@ class _LiteCore(_Database):
             self._connect(write)
         if write:
             self._prepare()
-        elif not self._readable:
+        else:
             self._readable = self._known(self._db)
         return self._db if self._readable else None
 
@@ -5356,8 +5356,6 @@ class _LiteCore(_Database):
 
     def _refused(self, exc: Exception, text: str = "") -> QueueError:
         text = text or str(exc)
-        if _lite_busy(exc):
-            return self._timed_out()
         advice = "nothing was acknowledged"
         for part, what in _LITE_ADVICE:
             if part in text:
@@ -5679,8 +5677,7 @@ class _LiteLeases(_LiteJoins):
                 pass  # it is made anew
         lock.acquire(True, self._is_closed)
         try:
-            if holder is None or holder.ident != lock.ident or holder.file.fd < 0:
-                self._holder = holder = lock.new_holder()
+            self._holder = holder = lock.new_holder()
             return holder
         finally:
             lock.release()
@@ -6153,7 +6150,7 @@ _PG_FRONT = 2**62  # taken off the place of a job that goes to the front
 _PG_MAKE = """
 -- Instants are epoch seconds; text that no database takes is kept as JSON.  The
 -- first rev is a random one, so that an id put again has another.
-CREATE SEQUENCE HOME.tiny_queue_place;
+CREATE SEQUENCE IF NOT EXISTS HOME.tiny_queue_place;
 CREATE TABLE HOME.tiny_queue_job (
     place bigint NOT NULL DEFAULT nextval('HOME.tiny_queue_place'),
     rev bigint NOT NULL DEFAULT (random() * 1e12),
@@ -6752,7 +6749,10 @@ _PG_ADVICE: dict[str, tuple[type[QueueError], str]] = {
         " SELECT, INSERT, UPDATE, DELETE on its tables; to make them, CREATE on the"
         " database",
     ),
-    "42P01": (QueueError, "the tables were dropped; the next call makes them anew"),
+    "42P01": (
+        QueueError,
+        "its tables were dropped; if all are, the next call makes them anew",
+    ),
     "3F000": (QueueError, "the schema was dropped; the next call makes it anew"),
     "25006": (QueueError, "this server only reads; connect to the primary"),
 }
@@ -7180,13 +7180,15 @@ class _PgCore(_Database):
         again: bool = False,
         bulk: bool = False,
         write: bool = False,
+        bare: bool = False,
         nothing: Any = None,
     ) -> Any:
         """Run body(link, doubt, *args) on a connection, within lock_timeout.
 
         What certainly was not carried out is tried again; `again` says that
         body can also repeat what may have been, and `doubt` tells it that.
-        `nothing` is the answer where nothing was ever written.
+        `nothing` is the answer where nothing was ever written, unless body
+        needs no tables (`bare`).
         """
         if self._pid != os.getpid():
             self.forked()
@@ -7197,7 +7199,7 @@ class _PgCore(_Database):
             link, sent = None, False
             try:
                 link = self._lend(deadline)
-                if not self._ready(link, write):
+                if not (bare or self._ready(link, write)):
                     return nothing
                 sent = True
                 return body(link, doubt, *args)
@@ -7720,17 +7722,20 @@ class _PgLeases(_PgPuts):
         """On a connection of its own: the one lent goes back to the pool."""
         return cast(
             _PgSession,
-            self._run(lambda *_: self._open_session(), again=True)
-            or self._open_session(),  # there are no tables yet
+            self._run(lambda *_: self._open_session(), again=True, bare=True),
         )
 
     def _open_session(self) -> _PgSession:
         link = _PgLink()
         self._connect(link)
-        while True:
-            number = random.getrandbits(30) + 1
-            if self._ask(link, _PG_LOCK, owner=number)[0][0]:
-                return _PgSession(link, number)
+        try:
+            while True:
+                number = random.getrandbits(30) + 1
+                if self._ask(link, _PG_LOCK, owner=number)[0][0]:
+                    return _PgSession(link, number)
+        except (self._driver.Error, OSError) as exc:
+            link.close()
+            raise _UnreachableError from exc
 
     def _rename(self, old: int, new: int) -> None:
         _log().warning(
@@ -8010,8 +8015,6 @@ class _PgEngine(_PgLeases):
         )
 
     def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        if not parcels:
-            return
         columns: dict[str, list[Any]] = {
             field: [getattr(parcel, field) for parcel in parcels]
             for field in _Parcel._fields
