@@ -5269,7 +5269,8 @@ class _LiteCore(_Database):
         """Run body(cursor, *args) as one transaction, under the thread lock.
 
         `nothing` is the answer where nothing was ever written.  Without
-        `synced` a power cut may forget it.
+        `synced` a power cut may forget it.  The lock is released twice: a
+        Ctrl-C at any one line leaves at least one of the two to run.
         """
         if self._pid != os.getpid():
             self.forked()
@@ -5281,11 +5282,15 @@ class _LiteCore(_Database):
             )
         mutex = lock.threads()
         try:
-            if not mutex.acquire(timeout=lock.timeout):
-                raise self._timed_out()
-            if self._closed:
-                raise self._is_gone()
-            return self._patiently(body, args, write, synced, nothing)
+            try:
+                if not mutex.acquire(timeout=lock.timeout):
+                    raise self._timed_out()
+                if self._closed:
+                    raise self._is_gone()
+                return self._patiently(body, args, write, synced, nothing)
+            finally:
+                if lock.mine():
+                    mutex.release()
         except self._driver.Error as exc:
             raise self._refused(exc) from exc
         except OSError as exc:
@@ -5330,12 +5335,19 @@ class _LiteCore(_Database):
 
     def _transaction(self, begin: str, body: Callable[..., Any], *args: Any) -> Any:
         db = self._db
+        if db.connection.in_transaction:  # two Ctrl-C, or a ROLLBACK that failed
+            db.execute("ROLLBACK")
         try:
-            db.execute(begin)
-            result = body(db, *args)
-            db.execute("COMMIT")
-            return result
-        except BaseException:
+            try:
+                db.execute(begin)
+                result = body(db, *args)
+                db.execute("COMMIT")
+                return result
+            except BaseException:
+                if db.connection.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+        except BaseException:  # a Ctrl-C there: all others would find it locked
             if db.connection.in_transaction:
                 db.execute("ROLLBACK")
             raise
@@ -5449,17 +5461,34 @@ class _LiteJoins(_LiteCore):
     ) -> Any:
         began = not connection.in_transaction
         try:
-            if began:
-                db.execute("BEGIN IMMEDIATE")
-            db.execute("SAVEPOINT tiny_queue")
-            self._create(db)
-            result = body(db, *args)
-            db.execute("RELEASE tiny_queue")
-            return result
-        except BaseException:
-            if connection.in_transaction:  # a full disk may have ended it
-                db.execute("ROLLBACK" if began else "ROLLBACK TO tiny_queue")
+            try:
+                if began:
+                    db.execute("BEGIN IMMEDIATE")
+                db.execute("SAVEPOINT tiny_queue_call")
+                self._create(db)
+                result = body(db, *args)
+                db.execute("RELEASE tiny_queue_call")
+                return result
+            except BaseException:
+                self._undo(db, began)
+                raise
+        except BaseException:  # a Ctrl-C there
+            self._undo(db, began)
             raise
+
+    def _undo(self, db: Any, began: bool) -> None:
+        """Again, it finds nothing to undo: the savepoint is gone."""
+        if not db.connection.in_transaction:
+            return  # a full disk may have ended it
+        if began:
+            db.execute("ROLLBACK")
+        else:
+            try:
+                db.execute("ROLLBACK TO tiny_queue_call")
+                db.execute("RELEASE tiny_queue_call")
+            except self._driver.OperationalError as exc:
+                if "no such savepoint" not in str(exc):
+                    raise
 
     def _check_joins(self, connection: Any, db: Any) -> None:
         files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
@@ -5507,6 +5536,8 @@ class _LiteLeases(_LiteJoins):
                 if own and self._fsync:  # it may be of somebody without fsync
                     db.execute(_LITE_TOUCH, (self._name,))
                 job = self._view(row)
+                if not (own or exist_ok):
+                    raise self._duplicate(job)  # which ends what was begun for it
                 return [job] if exist_ok else self._duplicate(job)
         now = time.time()
         jobs = [self._job_of(item, now) for item in new]
@@ -6270,6 +6301,7 @@ SELECT NOW, TELL, LAZY, (SELECT CASE
 _PG_UNPUT = """
 -- Part of the caller's transaction: what of a put_many came before a live id.
 DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = ANY(%(ids)s)
+RETURNING true
 """
 
 _PG_TAKE = """
@@ -6586,8 +6618,11 @@ SELECT TELL, LAZY
 """
 
 _PG_WHERE = """
--- The same server, database and table, whatever the way there.
-SELECT pg_postmaster_start_time()::text, current_database(),
+-- The same server, database and table, whatever the way there; and as numbers,
+-- whatever the session's time zone and style of dates.
+SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint,
+    (SELECT oid::bigint FROM pg_catalog.pg_database
+        WHERE datname = current_database()),
     to_regclass('HOME.tiny_queue_job')::oid::bigint
 """
 
@@ -7099,6 +7134,8 @@ class _PgCore(_Database):
                 if "password" in name:
                     self._secrets |= {text, _unquoted(text)} - {""}
             else:
+                # Of a password with a ? or & in it that is not percent-encoded.
+                name = name if re.fullmatch(r"\w+", name) else "***"
                 raise ValueError(
                     f"path: no option {name!r} in PostgreSQL URLs; known are"
                     f" {', '.join([*_PG_OPTIONS, *sorted(known)])}"
@@ -7344,6 +7381,11 @@ class _PgCore(_Database):
                 " or reconnect first"
             )
         self._check_open()
+        if connection.info.encoding == "ascii":
+            raise ValueError(
+                "connection: its client_encoding is SQL_ASCII, which gives bytes for"
+                " text; set it to UTF8"
+            )
         guest = _PgGuest(self._driver, connection)
         try:
             if connection not in self._joined:
@@ -7374,11 +7416,16 @@ class _PgGuest:
     def __init__(self, driver: Any, connection: Any) -> None:
         self.connection = connection
         self._cursor = driver.Cursor(connection, row_factory=driver.rows.tuple_row)
+        number, string = driver.types.numeric, driver.types.string
+        for name, loader in (
+            ("float8", number.FloatLoader),
+            ("int8", number.IntLoader),
+            ("text", string.TextLoader),
+        ):  # whatever the caller has theirs read as
+            self._cursor.adapters.register_loader(name, loader)
 
     def rows(self, sql: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         self._cursor.execute(sql, params)
-        if self._cursor.description is None:
-            return []
         return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
 
 
@@ -10043,7 +10090,9 @@ def _rate(count: int, work: Callable[[], object], threads: int = 1) -> float:
 
 
 def _settle_next(queue: Queue) -> None:
-    queue.task_done(cast("Job", queue.get()))
+    job = queue.get(0.05)  # of many takers one may run dry
+    if job is not None:
+        queue.task_done(job)
 
 
 def _round_trip(queue: Queue) -> None:
@@ -10060,7 +10109,7 @@ class _Child:
     def __init__(self, measure: str, path: str, name: str, jobs: int = 1) -> None:
         import subprocess
 
-        options = [f"--measure={measure}", f"--dir={path}", f"--name={name}"]
+        options = [f"--measure={measure}", "--dir=-", f"--name={name}"]
         options.append(f"--jobs={jobs}")
         self.process = subprocess.Popen(
             [*_own_command(), "bench", *options],
@@ -10069,6 +10118,8 @@ class _Child:
             bufsize=0,
             start_new_session=True,  # Ctrl-C reaches it through here
         )
+        # Not as an argument, which everybody can read: it may have a password.
+        cast("Any", self.process.stdin).write(f"{_quote(path)}\n".encode())
 
     def __enter__(self) -> _Child:
         return self
@@ -10112,7 +10163,8 @@ def _measure_in_child(args: argparse.Namespace) -> int:
         "take": _take_along,
         "wait": _wait_along,
     }
-    for answer in measures[args.measure](args.dir, args.name, args.jobs):
+    path = json.loads(_first_line(0)) if args.dir == "-" else args.dir
+    for answer in measures[args.measure](path, args.name, args.jobs):
         sys.stdout.write(f"{json.dumps(answer)}\n")
         sys.stdout.flush()
     return _OK
