@@ -1090,7 +1090,7 @@ class Worker:
         try:
             count = self.queue.reap_stale()
             if count:
-                _log().warning("%d jobs of ended leases given back", count)
+                _log().warning("took back jobs whose lease was over: %d", count)
         except QueueError as exc:
             _log().error("cannot reap: %s", exc)
 
@@ -1513,6 +1513,12 @@ def _open_engine(path: StrPath, name: str, **options: Any) -> _Engine:
     if not where or "\0" in where:
         raise ValueError(f"path: {where!r} is not a directory name")
     if "://" not in where:
+        scheme, colon, _ = where.partition(":")
+        if colon and scheme in _ENGINE_OF:  # else jobs go where no worker looks
+            raise ValueError(
+                f"path: what begins with '{scheme}:' and is a URL has {scheme}://; for"
+                f" a directory of such a name write ./{scheme}:..."
+            )
         return _FileEngine(os.path.abspath(where), name, **options)
     scheme = where.split("://")[0]
     engine = _ENGINE_OF.get(scheme)
@@ -3461,6 +3467,7 @@ _ADVICE = {
     errno.ELOOP: "a symlink is refused in place of a queue's file",
     errno.ENXIO: "only a regular file can be a queue's file",
     errno.EISDIR: "only a regular file can be a queue's file",
+    errno.ENOTDIR: "a file is in place of the queue's directory; name another path",
     errno.EACCES: "check the owner and mode of the directory and its files",
     errno.EPERM: "check the owner and mode of the directory and its files",
     errno.EROFS: "jobs(), find(), stats() and verify() still work",
@@ -5262,7 +5269,8 @@ class _LiteCore(_Database):
         """Run body(cursor, *args) as one transaction, under the thread lock.
 
         `nothing` is the answer where nothing was ever written.  Without
-        `synced` a power cut may forget it.
+        `synced` a power cut may forget it.  The lock is released twice: a
+        Ctrl-C at any one line leaves at least one of the two to run.
         """
         if self._pid != os.getpid():
             self.forked()
@@ -5274,11 +5282,15 @@ class _LiteCore(_Database):
             )
         mutex = lock.threads()
         try:
-            if not mutex.acquire(timeout=lock.timeout):
-                raise self._timed_out()
-            if self._closed:
-                raise self._is_gone()
-            return self._patiently(body, args, write, synced, nothing)
+            try:
+                if not mutex.acquire(timeout=lock.timeout):
+                    raise self._timed_out()
+                if self._closed:
+                    raise self._is_gone()
+                return self._patiently(body, args, write, synced, nothing)
+            finally:
+                if lock.mine():
+                    mutex.release()
         except self._driver.Error as exc:
             raise self._refused(exc) from exc
         except OSError as exc:
@@ -5323,12 +5335,19 @@ class _LiteCore(_Database):
 
     def _transaction(self, begin: str, body: Callable[..., Any], *args: Any) -> Any:
         db = self._db
+        if db.connection.in_transaction:  # two Ctrl-C, or a ROLLBACK that failed
+            db.execute("ROLLBACK")
         try:
-            db.execute(begin)
-            result = body(db, *args)
-            db.execute("COMMIT")
-            return result
-        except BaseException:
+            try:
+                db.execute(begin)
+                result = body(db, *args)
+                db.execute("COMMIT")
+                return result
+            except BaseException:
+                if db.connection.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+        except BaseException:  # a Ctrl-C there: all others would find it locked
             if db.connection.in_transaction:
                 db.execute("ROLLBACK")
             raise
@@ -5442,17 +5461,34 @@ class _LiteJoins(_LiteCore):
     ) -> Any:
         began = not connection.in_transaction
         try:
-            if began:
-                db.execute("BEGIN IMMEDIATE")
-            db.execute("SAVEPOINT tiny_queue")
-            self._create(db)
-            result = body(db, *args)
-            db.execute("RELEASE tiny_queue")
-            return result
-        except BaseException:
-            if connection.in_transaction:  # a full disk may have ended it
-                db.execute("ROLLBACK" if began else "ROLLBACK TO tiny_queue")
+            try:
+                if began:
+                    db.execute("BEGIN IMMEDIATE")
+                db.execute("SAVEPOINT tiny_queue_call")
+                self._create(db)
+                result = body(db, *args)
+                db.execute("RELEASE tiny_queue_call")
+                return result
+            except BaseException:
+                self._undo(db, began)
+                raise
+        except BaseException:  # a Ctrl-C there
+            self._undo(db, began)
             raise
+
+    def _undo(self, db: Any, began: bool) -> None:
+        """Again, it finds nothing to undo: the savepoint is gone."""
+        if not db.connection.in_transaction:
+            return  # a full disk may have ended it
+        if began:
+            db.execute("ROLLBACK")
+        else:
+            try:
+                db.execute("ROLLBACK TO tiny_queue_call")
+                db.execute("RELEASE tiny_queue_call")
+            except self._driver.OperationalError as exc:
+                if "no such savepoint" not in str(exc):
+                    raise
 
     def _check_joins(self, connection: Any, db: Any) -> None:
         files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
@@ -5500,6 +5536,8 @@ class _LiteLeases(_LiteJoins):
                 if own and self._fsync:  # it may be of somebody without fsync
                     db.execute(_LITE_TOUCH, (self._name,))
                 job = self._view(row)
+                if not (own or exist_ok):
+                    raise self._duplicate(job)  # which ends what was begun for it
                 return [job] if exist_ok else self._duplicate(job)
         now = time.time()
         jobs = [self._job_of(item, now) for item in new]
@@ -6263,6 +6301,7 @@ SELECT NOW, TELL, LAZY, (SELECT CASE
 _PG_UNPUT = """
 -- Part of the caller's transaction: what of a put_many came before a live id.
 DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = ANY(%(ids)s)
+RETURNING true
 """
 
 _PG_TAKE = """
@@ -6579,8 +6618,11 @@ SELECT TELL, LAZY
 """
 
 _PG_WHERE = """
--- The same server, database and table, whatever the way there.
-SELECT pg_postmaster_start_time()::text, current_database(),
+-- The same server, database and table, whatever the way there; and as numbers,
+-- whatever the session's time zone and style of dates.
+SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint,
+    (SELECT oid::bigint FROM pg_catalog.pg_database
+        WHERE datname = current_database()),
     to_regclass('HOME.tiny_queue_job')::oid::bigint
 """
 
@@ -6689,14 +6731,14 @@ def _psycopg() -> Any:
     except ImportError as exc:
         raise QueueError(
             "postgresql:// URLs need psycopg 3, which does not import here"
-            f' ({exc}); pip install "psycopg[binary]", or tiny-queue with its extra'
-            " `postgres`"
+            f' ({exc}); pip install "psycopg[binary]", or the extra of a checkout:'
+            ' pip install ".[postgres]"'
         ) from exc
 
 
 def _pg_schema(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", text):
-        raise ValueError(f"schema: {text!r} is not of 1 to 63 letters, digits and _")
+        raise ValueError(f"{text!r} is not of 1 to 63 letters, digits and _")
     return text
 
 
@@ -6719,6 +6761,14 @@ _PG_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
     "pool": (_positive, 4),  # connections at most, beside the one that listens
     "keepalive": (_positive, 10),  # seconds of silence before TCP asks
 }
+
+
+def _pg_option(name: str, text: str) -> Any:
+    try:
+        return _PG_OPTIONS[name][0](text)
+    except ValueError as exc:
+        raise ValueError(f"path: its option {name}: {exc}") from None
+
 
 # By SQLSTATE: the error's class, and what to do about it.
 _PG_ADVICE: dict[str, tuple[type[QueueError], str]] = {
@@ -7078,12 +7128,14 @@ class _PgCore(_Database):
         for item in filter(None, query.split("&")):
             name, _, text = item.partition("=")
             if name in _PG_OPTIONS:
-                options[name] = _PG_OPTIONS[name][0](_unquoted(text))
+                options[name] = _pg_option(name, _unquoted(text))
             elif name in known:
                 rest.append(item)
                 if "password" in name:
                     self._secrets |= {text, _unquoted(text)} - {""}
             else:
+                # Of a password with a ? or & in it that is not percent-encoded.
+                name = name if re.fullmatch(r"\w+", name) else "***"
                 raise ValueError(
                     f"path: no option {name!r} in PostgreSQL URLs; known are"
                     f" {', '.join([*_PG_OPTIONS, *sorted(known)])}"
@@ -7179,7 +7231,7 @@ class _PgCore(_Database):
             self.forked()
         lasting = max(self._lock_timeout, 1.0) * (6 if bulk else 1)
         deadline = time.monotonic() + lasting
-        pause, doubt = 0.01, False
+        pause, doubt, warned = 0.01, False, False
         while True:
             link, sent = None, False
             try:
@@ -7194,7 +7246,9 @@ class _PgCore(_Database):
                 late = time.monotonic() + pause >= deadline
                 if late or not retried or (sent and lost and not again):
                     raise (self._in_doubt(error) if doubt else error) from exc
-                _log().warning("%s; next try in %.2f s", error, pause)
+                log = _log().debug if warned else _log().warning  # a line is enough
+                log("%s; it is tried again for at most %g s", error, lasting)
+                warned = True
             finally:
                 if link is not None:
                     self._pool.give_back(link)
@@ -7327,6 +7381,11 @@ class _PgCore(_Database):
                 " or reconnect first"
             )
         self._check_open()
+        if connection.info.encoding == "ascii":
+            raise ValueError(
+                "connection: its client_encoding is SQL_ASCII, which gives bytes for"
+                " text; set it to UTF8"
+            )
         guest = _PgGuest(self._driver, connection)
         try:
             if connection not in self._joined:
@@ -7357,11 +7416,16 @@ class _PgGuest:
     def __init__(self, driver: Any, connection: Any) -> None:
         self.connection = connection
         self._cursor = driver.Cursor(connection, row_factory=driver.rows.tuple_row)
+        number, string = driver.types.numeric, driver.types.string
+        for name, loader in (
+            ("float8", number.FloatLoader),
+            ("int8", number.IntLoader),
+            ("text", string.TextLoader),
+        ):  # whatever the caller has theirs read as
+            self._cursor.adapters.register_loader(name, loader)
 
     def rows(self, sql: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         self._cursor.execute(sql, params)
-        if self._cursor.description is None:
-            return []
         return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
 
 
@@ -8180,28 +8244,29 @@ _COMMANDS = {
     ),
     "reap": (
         "",
-        "older-than",
+        "or-older-than",
         "take back the jobs whose lease is over",
         "reap jobs --older-than 1h",
     ),
     "move": (
         "TARGET",
         "to-name",
-        "move all waiting and dead jobs to another queue; again: go on",
+        "move all waiting and dead jobs to another queue; resumable",
         "move jobs other-jobs",
+        "move jobs sqlite:///app.db",
     ),
     "compact": ("", "", "rewrite the files without what is superseded", "compact jobs"),
     "verify": ("", "", "read every byte and list what is damaged", "verify jobs"),
     "work": (
         "MODULE:FUNCTION",
         "processes threads job-timeout max-jobs stop-when-empty report-to",
-        "run a handler on the jobs, in processes that are replaced when they die",
+        "run a handler on the jobs; a process that dies is replaced",
         "work jobs handlers:send --processes 2 --timeout 60 --stop-when-empty",
     ),
     "bench": (
         "",
         "dir jobs markdown measure",
-        "measure the queue on this disk, beside bare system calls, or in a database",
+        "measure the queue on this disk or, with a URL, in a database",
         "bench --jobs 1000",
         "bench --dir . --jobs 1000 --markdown",
         "bench sqlite:///bench.db --jobs 1000",
@@ -8261,7 +8326,8 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     time("interval", "between two looks (default: 1)", default=1.0)
     switch("all", "all dead jobs, not one ID")
     add("to-name", "the queue's name in TARGET (default: the same)", metavar="NAME")
-    time("older-than", "only jobs not touched for so long (reap: also such jobs)")
+    time("older-than", "only jobs not touched for so long")
+    time("or-older-than", "and jobs not renewed for so long", "--older-than")
     switch("yes", "do not ask", "-y", "--yes")
     number("processes", "worker processes (default: 1)", 1, 1)
     number("threads", "jobs at a time in each (default: 1)", 1, 1)
@@ -8269,7 +8335,7 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     number("max-jobs", "stop after that many deliveries in all", 1)
     switch("stop-when-empty", "stop when no job is due")
     add("report-to", argparse.SUPPRESS, type=int)  # the supervisor's pipe
-    add("dir", "measure on its disk (default: here)", default=".", metavar="D")
+    add("dir", "the same as DIR (default: here)", default=".", metavar="D")
     number("jobs", "waiting jobs (default: 100000, about a minute)", 1, 100_000)
     switch("markdown", "answer as the README's table")
     add("measure", argparse.SUPPRESS)  # what a child process is to do
@@ -9591,6 +9657,8 @@ def _import_handler(name: str) -> Callable[[Job], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module, _, path = name.partition(":")
+    if not module or not path:
+        raise _RefusalError(f"{name!r} is not MODULE:FUNCTION", _USAGE)
     try:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
@@ -9598,7 +9666,9 @@ def _import_handler(name: str) -> Callable[[Job], Any]:
     except Exception as exc:  # of any kind: the module runs its own code
         what = f"{type(exc).__name__}: {exc}"
         raise _RefusalError(
-            f"cannot import {name!r}: {what}; give MODULE:FUNCTION", _USAGE
+            f"cannot import {name!r}: {what}; MODULE is looked for in the current"
+            " directory first",
+            _USAGE,
         ) from exc
     if not callable(found):
         raise _RefusalError(f"{name!r} is a {type(found).__name__}, no function", 2)
@@ -10020,7 +10090,9 @@ def _rate(count: int, work: Callable[[], object], threads: int = 1) -> float:
 
 
 def _settle_next(queue: Queue) -> None:
-    queue.task_done(cast("Job", queue.get()))
+    job = queue.get(0.05)  # of many takers one may run dry
+    if job is not None:
+        queue.task_done(job)
 
 
 def _round_trip(queue: Queue) -> None:
@@ -10037,7 +10109,7 @@ class _Child:
     def __init__(self, measure: str, path: str, name: str, jobs: int = 1) -> None:
         import subprocess
 
-        options = [f"--measure={measure}", f"--dir={path}", f"--name={name}"]
+        options = [f"--measure={measure}", "--dir=-", f"--name={name}"]
         options.append(f"--jobs={jobs}")
         self.process = subprocess.Popen(
             [*_own_command(), "bench", *options],
@@ -10046,6 +10118,8 @@ class _Child:
             bufsize=0,
             start_new_session=True,  # Ctrl-C reaches it through here
         )
+        # Not as an argument, which everybody can read: it may have a password.
+        cast("Any", self.process.stdin).write(f"{_quote(path)}\n".encode())
 
     def __enter__(self) -> _Child:
         return self
@@ -10089,7 +10163,8 @@ def _measure_in_child(args: argparse.Namespace) -> int:
         "take": _take_along,
         "wait": _wait_along,
     }
-    for answer in measures[args.measure](args.dir, args.name, args.jobs):
+    path = json.loads(_first_line(0)) if args.dir == "-" else args.dir
+    for answer in measures[args.measure](path, args.name, args.jobs):
         sys.stdout.write(f"{json.dumps(answer)}\n")
         sys.stdout.flush()
     return _OK

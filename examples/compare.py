@@ -66,8 +66,9 @@ def nobroker(folder, fsync):
 
 
 def litequeue(folder, fsync):
-    """acknowledges, without a token; finding lost jobs and pruning done ones is the
-    user's; no fsync by default and no option for it: a pragma on its connection"""
+    """acknowledges, in newer versions with a token; finding lost jobs and pruning
+    done ones is the user's; no fsync by default and no option for it: a pragma on its
+    connection"""
     import litequeue
 
     queue = litequeue.LiteQueue(f"{folder}/queue.db")
@@ -76,7 +77,9 @@ def litequeue(folder, fsync):
 
     def done(message):
         json.loads(message.data)
-        queue.done(message.message_id)
+        # Before Python 3.12 pip finds a version whose done has no second argument.
+        claim = getattr(message, "claim_id", None)
+        queue.done(message.message_id, **({} if claim is None else {"claim_id": claim}))
 
     return lambda job: queue.put(json.dumps(job)), None, queue.pop, done
 
@@ -374,15 +377,21 @@ def compare_on_a_server(url, jobs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    peers = [[], *list(PEERS)[1:]]
-    parser.add_argument("peers", nargs="*", choices=peers, metavar="PEER")
+    peers = list(PEERS)[1:]
+    known = f"of {', '.join(peers)} (default: all)"
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=known)
     parser.add_argument("--dir", default=".", help="on whose disk (default: here)")
-    parser.add_argument("--jobs", type=int, default=100_000, help="waiting jobs")
+    parser.add_argument(
+        "--jobs", type=int, default=100_000, help="waiting jobs (default: %(default)s)"
+    )
     parser.add_argument("--url", help="compare on this PostgreSQL server")
     args = parser.parse_args()
     if args.url:
         return compare_on_a_server(args.url, args.jobs)
-    names = list(installed(["tiny_queue", *(args.peers or list(PEERS)[1:])]))
+    for name in args.peers:
+        if name not in peers:
+            parser.error(f"no peer {name!r}; known are {', '.join(peers)}")
+    names = list(installed(["tiny_queue", *(args.peers or peers)]))
     day, python = time.strftime("%Y-%m-%d"), platform.python_version()
     print(f"\n{day}, Python {python}, {os.cpu_count()} cores; {args.jobs:,} waiting")
     with tempfile.TemporaryDirectory(prefix="tq-compare-", dir=args.dir) as top:
