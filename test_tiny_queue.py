@@ -7617,12 +7617,12 @@ if pid:
 
     def test_a_fork_that_python_does_not_know_of(self):
         """Its child tells by its pid: it has ids and locks of its own."""
-        queue, closed = self.open(), self.open()
+        queue, closed, looking = self.open(), self.open(), self.open()
         job = queue.put(1)
         closed.put(2)
         with patched("os", getpid=lambda: -1):
-            self.assertEqual(queue.stats().pending, 2)
             child = queue.put(3)
+            self.assertEqual(looking.stats().pending, 3)
             closed.close()
         self.assertNotEqual(job.id.split("-")[0], child.id.split("-")[0])
         self.assertRaises(tq.QueueClosedError, closed.get)
