@@ -23,7 +23,7 @@ Knobs, from the environment:
                   fail; TQ_MUTANTS=0:9 tries the first nine
 
 Every line and branch of the module is run without the enumerations, too; on
-Linux, with coverage.py from the dev group, this shows it:
+Linux, with PostgreSQL and the dev group's coverage.py, this shows it:
 
     coverage erase; TQ_LIGHT=1 coverage run -m unittest
     coverage combine -q; coverage report
@@ -3754,8 +3754,9 @@ class HandWrittenTest(Case):
 
     def test_what_stands_behind_the_payload_is_kept(self):
         """Where a line of ours has nothing, another program's may."""
-        head = b'{"id":"a","rev":1,"attempts":0,"priority":0,"run_at":0,'
-        self.write("pending", head + b'"created_at":1.5,"payload":1,"more":[2]}\n')
+        head = '{"id":"a","rev":1,"attempts":0,"priority":0,"run_at":0,'
+        body = head + '"created_at":1.5,"payload":1,"more":[2]'
+        self.write("pending", tq._sealed(body))
         queue = self.open()
         self.assertEqual(queue.verify(), [])
         self.assertEqual(queue.get().payload, 1)
@@ -7620,6 +7621,7 @@ if pid:
         job = queue.put(1)
         closed.put(2)
         with patched("os", getpid=lambda: -1):
+            self.assertEqual(queue.stats().pending, 2)
             child = queue.put(3)
             closed.close()
         self.assertNotEqual(job.id.split("-")[0], child.id.split("-")[0])
@@ -8903,6 +8905,16 @@ class PostgresScriptedTest(Case):
         far.close()
         self.assertEqual(tq._poll(near.fileno(), 1, 1), 1)
 
+    def test_a_session_ends_nothing_of_another_process(self):
+        """A child was forked while a thread of its parent used it."""
+        link = mock.Mock(pid=-1)
+        session = tq._PgSession(link, 1)
+        with session.lock:
+            session.close()
+        self.assertTrue(session.lost())
+        link.close.assert_not_called()
+        link.closed.assert_not_called()
+
     def test_patience_ends_at_the_deadline_only(self):
         """A wait that ended early goes on: its length is rounded and capped."""
 
@@ -9439,6 +9451,20 @@ class PostgresLostTest(ClusterCase):
             other = self.open()  # which loses no answer
             self.assertEqual(other.stats().inflight, 1)
             other.release(job)
+
+    def test_a_take_whose_question_is_lost(self):
+        """Nobody knows that it was: it is looked for, and then done."""
+        engine, taking, doubts = self.queue._engine, self.queue._engine._taking, []
+
+        def lost(link, doubt, *args):
+            if not doubts:
+                link.connection.close()
+            doubts.append(doubt)
+            return taking(link, doubt, *args)
+
+        with mock.patch.object(engine, "_taking", lost):
+            job = self.queue.get()
+        self.assertEqual((job.id, job.attempts, doubts), ("first", 1, [False, True]))
 
     def each_answer(self):
         """New queues that lose the first, second, ... answer, as many as come."""
@@ -11290,6 +11316,29 @@ class SupervisorTest(CommandLineCase):
             self.assertEqual(len(self.check("disk full")), 1)
         self.assertTrue(self.slot.killed)
 
+    def test_a_worker_that_dies_before_it_hears_where(self):
+        """Its supervisor survives that, and sees that it is dead."""
+        with mock.patch("subprocess.Popen") as popen:
+            with mock.patch.object(tq, "_write", side_effect=BrokenPipeError) as write:
+                self.supervisor._start(self.slot)
+        self.assertIs(self.slot.process, popen.return_value)
+        self.assertEqual(write.call_count, 1)
+        self.slot._reader.join(PATIENCE)
+
+    def test_a_worker_whose_supervisor_dies_before_it_says_where(self):
+        """It ends with a message; else it reads the line, and no byte more."""
+        for sent in (b'"jobs"\nmore', b'"jo'):
+            ours, theirs = os.pipe()
+            os.write(theirs, sent)
+            os.close(theirs)
+            if b"\n" in sent:
+                self.assertEqual(tq._first_line(ours), b'"jobs"\n')
+                self.assertEqual(os.read(ours, 9), b"more")
+            else:
+                with self.assertRaisesRegex(tq._RefusalError, "supervisor is gone"):
+                    tq._first_line(ours)
+            os.close(ours)
+
     def test_a_signal_while_a_worker_is_not_started_yet(self):
         """The others are told to stop, once for each signal."""
         self.supervisor._slots.append(tq._Slot(None))
@@ -11566,6 +11615,39 @@ class BenchTest(CommandLineCase):
         for times in late:
             self.assertEqual((len(times), times), (2, sorted(times)))
             self.assertGreater(times[0], 0)
+
+    def measured(self, measure, told):
+        """What a child would say, which hears told() from its parent."""
+        real = os.read
+
+        def read(fd, n):
+            return real(fd, n) if fd else struct.pack("d", told())
+
+        with patched("os", read=read):
+            said = self.inside("bench", f"--measure={measure}", "--dir=jobs")[0]
+        return [json.loads(line) for line in said.splitlines()]
+
+    def test_children_work_until_an_instant(self):
+        """They tell how often they could, and how long the longest took."""
+        queue = self.queue(fsync=False)
+        ready, (count, longest) = self.measured("put", lambda: time.monotonic() + 0.02)
+        self.assertEqual((ready, len(queue)), ("ready", count + 1))
+        self.assertTrue(0 < longest < PATIENCE)
+        found = self.measured("take", lambda: 0.0)
+        self.assertEqual((found, len(queue)), (["ready", [0, 0.0]], count))
+
+    def test_a_waiting_child_tells_its_cpu_seconds(self):
+        """Of taking what comes, until it is told to stop."""
+        queue = self.queue(fsync=False)
+        queue.put_many([1, 2, 3])
+
+        def told():
+            eventually(lambda: queue.stats()[:4] == (0, 0, 0, 0))
+            return 0.0
+
+        ready, seconds = self.measured("wait", told)
+        self.assertEqual(ready, "ready")
+        self.assertTrue(0 <= seconds < PATIENCE)
 
     def test_a_child_holds_a_job_until_it_is_killed(self):
         """It tells the job's id; after that it has nothing more to say."""
