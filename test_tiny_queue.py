@@ -9121,6 +9121,58 @@ class PostgresTest(ClusterCase):
             self.assertIsNone(view.get())
             self.assertEqual(list(view.jobs()), before)
 
+    def test_no_statement_costs_more_because_the_queue_was_empty_once(self):
+        """With statistics of a queue that was idle when they were made, none
+        reads rows in vain: neither a backlog, nor all that are inflight."""
+        queue = self.open(backoff=lambda n: 0)
+        queue.put("first", id="first")
+        queue.get()
+        self.ask(f"ALTER TABLE {self.table(queue)} SET (autovacuum_enabled = off)")
+        self.ask(f"ANALYZE {self.table(queue)}")
+        queue.put_many(range(3000))
+        queue.put_many(range(300), delay=1e-3)
+        costs = collections.Counter()
+        rows = tq._PgLink.rows
+
+        def measure(link, sql, params):
+            if "tiny_queue_job" in sql and "LAZY" not in sql:
+                with link.connection.transaction(force_rollback=True):
+                    plan = rows(link, "EXPLAIN (ANALYZE, FORMAT JSON)" + sql, params)
+                for node in self.nodes(plan[0][0][0]["Plan"]):
+                    removed = [node[key] for key in node if "Rows Removed" in key]
+                    costs[sql] += int(sum(removed) * node["Actual Loops"])
+            return rows(link, sql, params)
+
+        with mock.patch.object(tq._PgLink, "rows", measure):
+            self.use_it_all(queue)
+        self.assertGreater(len(costs), 15)
+        self.assertEqual({sql: n for sql, n in costs.items() if n > 700}, {})
+
+    def nodes(self, plan):
+        yield plan
+        for part in plan.get("Plans", ()):
+            yield from self.nodes(part)
+
+    def use_it_all(self, queue):
+        """Each verb once, some hundred jobs a time."""
+        self.assertRaises(tq.DuplicateJobError, queue.put, 1, id="first")
+        first, second, third, *others = queue.get_many(600)
+        queue.get()
+        queue.task_done(first)
+        queue.release(second)
+        queue.bury(queue.extend(third), "why")
+        for job in others[:9]:
+            queue.bury(job, "why")
+        self.assertEqual(queue.requeue_dead(third.id) + queue.requeue_dead(), 10)
+        self.assertGreater(queue.reap_stale(0), 500)
+        parcels = queue._engine.hold("pending", 500, 60.0, "m-")
+        self.assertEqual(len(queue._engine.rehold(60.0, "m-")), 500)
+        parcels = queue._engine.held("m-")
+        queue._engine.let_go(parcels[:200])
+        self.assertEqual(queue._engine.drop(parcels[200:]), set())
+        self.assertGreater(sum(1 for _ in queue.jobs()), 2900)
+        self.assertGreater(queue.purge("pending"), 2900)
+
     def test_batches_are_one_statement(self):
         """put_many of thousands is one round trip, and keeps their order."""
         queue, asked = self.open(), []
