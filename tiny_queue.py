@@ -6168,6 +6168,13 @@ _ENGINE_OF["sqlite"] = _LiteEngine
 # below HOME stands for the schema, quoted, and NOW for the server's clock,
 # which stands still in a statement but not in a transaction; everything else
 # comes as a parameter.
+#
+# No statement leaves the planner a choice that grows with the backlog: its
+# statistics may be of a queue that was empty.  Rows that a statement has locked
+# are changed by their ctid, which no other way leads to.  Rows named by id are
+# looked up one by one in a LATERAL that cannot be pulled up.  And `state || ''`
+# keeps it from reading a whole partial index for the sake of one id, `queue ||
+# ''` from reading a whole queue for the sake of the few that are inflight.
 
 _PG_VERSION = 1  # of the tables
 _PG_DEFAULT_SCHEMA = "tiny_queue"
@@ -6313,18 +6320,18 @@ WITH next AS MATERIALIZED (
     SELECT run_at AS due FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'delayed' ORDER BY run_at LIMIT 1
 ), picked AS MATERIALIZED (
-    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    SELECT ctid AS spot FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'ready'
         AND (%(ripe)s OR coalesce((SELECT due FROM next) > NOW, true))
     ORDER BY priority DESC, place LIMIT N FOR UPDATE SKIP LOCKED
 ), placed AS MATERIALIZED (
-    SELECT picked_id, nextval('HOME.tiny_queue_place') AS new_place FROM picked
+    SELECT spot, nextval('HOME.tiny_queue_place') AS new_place FROM picked
 ), taken AS (
     UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
         place = new_place, attempts = attempts + 1, leased_at = NOW,
         renewed_at = NOW, lease_until = NOW + %(seconds)s, owner = %(owner)s,
         token = %(call)s || new_place
-    FROM placed WHERE queue = %(queue)s AND id = picked_id
+    FROM placed WHERE tiny_queue_job.ctid = spot
     RETURNING place, ROW
 )
 SELECT (SELECT due FROM next) - NOW, LAZY, taken.*
@@ -6334,19 +6341,19 @@ FROM (VALUES (1)) AS one LEFT JOIN taken ON true ORDER BY taken.place
 _PG_RIPEN = """
 -- Delayed jobs that are due join the others by their place, boundedly many.
 WITH ripe AS MATERIALIZED (
-    SELECT id AS ripe_id FROM HOME.tiny_queue_job
+    SELECT ctid AS spot FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'delayed' AND run_at <= NOW
     ORDER BY run_at LIMIT %(n)s FOR UPDATE SKIP LOCKED
 )
 UPDATE HOME.tiny_queue_job SET state = 'ready' FROM ripe
-WHERE queue = %(queue)s AND id = ripe_id
+WHERE tiny_queue_job.ctid = spot
 RETURNING LAZY
 """
 
 _PG_MINE = """
 -- The leases of a take whose answer was lost.
 SELECT place, ROW FROM HOME.tiny_queue_job
-WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(call)s)
+WHERE queue || '' = %(queue)s AND state = 'inflight' AND starts_with(token, %(call)s)
 ORDER BY place
 """
 
@@ -6367,7 +6374,7 @@ FROM (
             THEN 'not renewed'
         END AS reason
     FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'inflight'
+    WHERE queue || '' = %(queue)s AND state = 'inflight'
 ) AS lease
 WHERE reason IS NOT NULL ORDER BY place
 """
@@ -6378,26 +6385,26 @@ WITH lapse AS (
     SELECT * FROM unnest(%(ids)s::text[], %(revs)s::bigint[], %(errors)s::text[])
         AS lapse (lapse_id, lapse_rev, error)
 ), ready AS MATERIALIZED (
-    SELECT id, priority, place FROM HOME.tiny_queue_job
+    SELECT priority, place FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'ready'
     ORDER BY priority DESC, place LIMIT %(n)s
 ), over AS MATERIALIZED (
-    SELECT id, priority, place FROM HOME.tiny_queue_job
-    JOIN lapse ON id = lapse_id AND rev = lapse_rev
-    WHERE queue = %(queue)s AND state = 'inflight' FOR UPDATE SKIP LOCKED
+    SELECT spot, error, priority, old FROM lapse CROSS JOIN LATERAL (
+        SELECT ctid AS spot, priority, place AS old FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND id = lapse_id AND rev = lapse_rev
+            AND state || '' = 'inflight' FOR UPDATE SKIP LOCKED) AS live
 ), first AS MATERIALIZED (
-    SELECT id AS first_id FROM (
-        SELECT id, true AS lapsed, priority, place FROM over
-        UNION ALL SELECT id, false, priority, place FROM ready
-        ORDER BY priority DESC, lapsed DESC, place LIMIT %(n)s) AS merged
+    SELECT spot, error AS why FROM (
+        SELECT spot, error, true AS lapsed, priority, old FROM over
+        UNION ALL SELECT NULL, NULL, false, priority, place FROM ready
+        ORDER BY priority DESC, lapsed DESC, old LIMIT %(n)s) AS merged
     WHERE lapsed
 )
 UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
-    place = place - %(front)s, lapses = lapses + 1, last_error = error,
+    place = place - %(front)s, lapses = lapses + 1, last_error = why,
     leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
     token = NULL
-FROM lapse JOIN first ON first_id = lapse_id
-WHERE queue = %(queue)s AND id = lapse_id
+FROM first WHERE tiny_queue_job.ctid = spot
 RETURNING LAZY
 """
 
@@ -6408,12 +6415,13 @@ WITH lapse AS MATERIALIZED (
         %(errors)s::text[]) WITH ORDINALITY
         AS lapse (lapse_id, lapse_rev, delay, error, n)
 ), over AS MATERIALIZED (
-    SELECT id AS over_id FROM HOME.tiny_queue_job
-    JOIN lapse ON id = lapse_id AND rev = lapse_rev
-    WHERE queue = %(queue)s AND state = 'inflight' FOR UPDATE SKIP LOCKED
+    SELECT spot, delay, error, n FROM lapse CROSS JOIN LATERAL (
+        SELECT ctid AS spot FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND id = lapse_id AND rev = lapse_rev
+            AND state || '' = 'inflight' FOR UPDATE SKIP LOCKED) AS live
+    ORDER BY n
 ), placed AS MATERIALIZED (
-    SELECT lapse.*, nextval('HOME.tiny_queue_place') AS new_place
-    FROM lapse JOIN over ON over_id = lapse_id ORDER BY n
+    SELECT over.*, nextval('HOME.tiny_queue_place') AS new_place FROM over
 ), given AS (
     UPDATE HOME.tiny_queue_job SET rev = rev + 1, place = new_place,
         state = CASE WHEN delay IS NULL THEN 'dead' WHEN delay > 0 THEN 'delayed'
@@ -6423,7 +6431,7 @@ WITH lapse AS MATERIALIZED (
         leased_at = CASE WHEN delay IS NULL THEN leased_at END,
         lapses = lapses + 1, last_error = error, renewed_at = NULL,
         lease_until = NULL, owner = NULL, token = NULL
-    FROM placed WHERE queue = %(queue)s AND id = lapse_id
+    FROM placed WHERE tiny_queue_job.ctid = spot
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM given), TELL, LAZY
@@ -6432,7 +6440,8 @@ SELECT (SELECT count(*) FROM given), TELL, LAZY
 _PG_DONE = """
 -- The token is the fence.
 DELETE FROM HOME.tiny_queue_job
-WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'inflight'
+    AND token = %(token)s
 RETURNING LAZY
 """
 
@@ -6447,7 +6456,8 @@ UPDATE HOME.tiny_queue_job SET rev = rev + 1,
     last_error = CASE WHEN %(counted)s THEN %(error)s ELSE last_error END,
     leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
     token = NULL
-WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'inflight'
+    AND token = %(token)s
 RETURNING TELL, LAZY
 """
 
@@ -6456,7 +6466,8 @@ _PG_BURY = """
 UPDATE HOME.tiny_queue_job SET rev = rev + 1, state = 'dead',
     place = nextval('HOME.tiny_queue_place'), lapses = 0, last_error = %(error)s,
     renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
-WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'inflight'
+    AND token = %(token)s
 RETURNING LAZY
 """
 
@@ -6466,7 +6477,8 @@ UPDATE HOME.tiny_queue_job SET rev = rev + 1,
     place = nextval('HOME.tiny_queue_place'), renewed_at = NOW,
     lease_until = NOW + %(seconds)s,
     owner = CASE WHEN owner = 0 THEN 0 ELSE %(owner)s END
-WHERE queue = %(queue)s AND id = %(id)s AND state = 'inflight' AND token = %(token)s
+WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'inflight'
+    AND token = %(token)s
 RETURNING LAZY, ROW
 """
 
@@ -6474,7 +6486,7 @@ _PG_RENAME = """
 -- A session was lost, and the new one answers for what still runs.  Not for all of
 -- its jobs: a crash may have forgotten that some were settled.
 UPDATE HOME.tiny_queue_job SET rev = rev + 1, owner = %(owner)s
-WHERE queue = %(queue)s AND state = 'inflight' AND owner = %(old)s
+WHERE queue || '' = %(queue)s AND state = 'inflight' AND owner = %(old)s
     AND token = ANY(%(tokens)s::text[])
 RETURNING LAZY
 """
@@ -6487,9 +6499,11 @@ SELECT ROW FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = %(id)s
 _PG_ALIVE = """
 -- The first of some ids that lives.  I5: our lock on it makes our commit sync the
 -- one that it rests on; whoever settles it in an open transaction is not waited for.
-SELECT ROW FROM HOME.tiny_queue_job
-WHERE queue = %(queue)s AND id = ANY(%(ids)s::text[])
-ORDER BY array_position(%(ids)s::text[], id) LIMIT 1 SYNCED
+SELECT live.* FROM unnest(%(ids)s::text[]) WITH ORDINALITY AS one (one_id, n)
+CROSS JOIN LATERAL (
+    SELECT ROW FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND id = one_id LIMIT 1 SYNCED) AS live
+ORDER BY n LIMIT 1
 """
 
 _PG_SNAPSHOT = """
@@ -6505,22 +6519,25 @@ SELECT string_agg(id, E'\\n' ORDER BY part, place) FROM (
 
 _PG_PAGE_OF = """
 -- Each job as it is now, if it is still in one of the states.
-SELECT ROW FROM HOME.tiny_queue_job
-WHERE queue = %(queue)s AND id = ANY(%(ids)s::text[]) AND state = ANY(%(states)s)
+SELECT live.* FROM unnest(%(ids)s::text[]) AS one (one_id)
+CROSS JOIN LATERAL (
+    SELECT ROW FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND id = one_id LIMIT 1) AS live
+WHERE state = ANY(%(states)s)
 """
 
 _PG_REQUEUE = """
 -- Oldest death first; deaths since the first look wait for the next call.
 WITH picked AS MATERIALIZED (
-    SELECT id AS picked_id, place AS old FROM HOME.tiny_queue_job
+    SELECT ctid AS spot FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'dead' AND place <= %(last)s
     ORDER BY place LIMIT %(n)s FOR UPDATE SKIP LOCKED
 ), placed AS MATERIALIZED (
-    SELECT picked_id, nextval('HOME.tiny_queue_place') AS new_place FROM picked
+    SELECT spot, nextval('HOME.tiny_queue_place') AS new_place FROM picked
 ), back AS (
     UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
         place = new_place, run_at = 0, attempts = 0, lapses = 0, leased_at = NULL
-    FROM placed WHERE queue = %(queue)s AND id = picked_id
+    FROM placed WHERE tiny_queue_job.ctid = spot
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM back), TELL, LAZY
@@ -6537,7 +6554,7 @@ _PG_REQUEUE_ONE = """
 UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
     place = nextval('HOME.tiny_queue_place'), run_at = 0, attempts = 0, lapses = 0,
     leased_at = NULL
-WHERE queue = %(queue)s AND id = %(id)s AND state = 'dead'
+WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'dead'
 RETURNING TELL, LAZY
 """
 
@@ -6550,13 +6567,13 @@ RETURNING LAZY
 _PG_PURGE = """
 -- Boundedly many at a time, none put since the first look.
 WITH picked AS MATERIALIZED (
-    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    SELECT ctid AS spot FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = ANY(%(states)s) AND created_at <= %(start)s
         AND %(start)s - greatest(created_at, leased_at) >= %(older_than)s::float8
     LIMIT %(n)s FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM HOME.tiny_queue_job USING picked
-    WHERE queue = %(queue)s AND id = picked_id
+    WHERE tiny_queue_job.ctid = spot
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM gone), LAZY
@@ -6629,15 +6646,15 @@ SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint,
 _PG_HOLD = """
 -- Under new tokens, without holder; nothing else of the job changes.
 WITH picked AS MATERIALIZED (
-    SELECT id AS picked_id FROM HOME.tiny_queue_job
+    SELECT ctid AS spot FROM HOME.tiny_queue_job
     WHERE queue = %(queue)s AND state = 'STATE' ORDER BY PLACING LIMIT %(n)s
     FOR UPDATE SKIP LOCKED
 ), held AS (
     UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
         moved_from = %(state)s, renewed_at = NOW, lease_until = NOW + %(seconds)s,
         owner = 0, token = %(prefix)s || nextval('HOME.tiny_queue_place') || %(end)s
-    FROM picked WHERE queue = %(queue)s AND id = picked_id
-    RETURNING *
+    FROM picked WHERE tiny_queue_job.ctid = spot
+    RETURNING tiny_queue_job.*
 )
 SELECT PARCEL, LAZY FROM held ORDER BY PLACING
 """
@@ -6648,7 +6665,7 @@ _PG_PARCEL = """id, payload::text, moved_from, attempts, priority, created_at,
 _PG_HELD = """
 -- Tokens tell which jobs are whose.
 SELECT PARCEL FROM HOME.tiny_queue_job
-WHERE queue = %(queue)s AND state = 'inflight' AND starts_with(token, %(prefix)s)
+WHERE queue || '' = %(queue)s AND state = 'inflight' AND starts_with(token, %(prefix)s)
     AND moved_from IS NOT NULL
 ORDER BY place
 """
@@ -6659,7 +6676,7 @@ WITH held AS (
     UPDATE HOME.tiny_queue_job SET rev = rev + 1,
         renewed_at = NOW, lease_until = NOW + %(seconds)s,
         token = %(prefix)s || nextval('HOME.tiny_queue_place') || '-' || moved_from
-    WHERE queue = %(queue)s AND state = 'inflight'
+    WHERE queue || '' = %(queue)s AND state = 'inflight'
         AND starts_with(token, %(prefix)s) AND moved_from IS NOT NULL
     RETURNING *
 )
@@ -6686,13 +6703,19 @@ WITH new AS (
 SELECT LAZY, (SELECT count(*) FROM new)
 """
 
+_PG_HERE = """
+    SELECT spot FROM unnest(%(ids)s::text[], %(tokens)s::text[])
+        AS held (held_id, held_token)
+    CROSS JOIN LATERAL (
+        SELECT ctid AS spot FROM HOME.tiny_queue_job
+        WHERE queue = %(queue)s AND id = held_id AND token = held_token
+            AND state || '' = 'inflight' FOR UPDATE) AS live
+"""
+
 _PG_DROP = """
 -- The tokens are the fence.
-WITH gone AS (
-    DELETE FROM HOME.tiny_queue_job
-    USING unnest(%(ids)s::text[], %(tokens)s::text[]) AS held (held_id, held_token)
-    WHERE queue = %(queue)s AND id = held_id AND token = held_token
-        AND state = 'inflight'
+WITH here AS MATERIALIZED (HERE), gone AS (
+    DELETE FROM HOME.tiny_queue_job USING here WHERE tiny_queue_job.ctid = spot
     RETURNING id
 )
 SELECT id, LAZY FROM gone
@@ -6700,13 +6723,12 @@ SELECT id, LAZY FROM gone
 
 _PG_LET_GO = """
 -- The tokens are the fence; a job becomes what it was, in its old place.
+WITH here AS MATERIALIZED (HERE)
 UPDATE HOME.tiny_queue_job SET rev = rev + 1, moved_from = NULL,
     state = CASE WHEN moved_from = 'dead' THEN 'dead' WHEN run_at > NOW THEN 'delayed'
         ELSE 'ready' END,
     renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
-FROM unnest(%(ids)s::text[], %(tokens)s::text[]) AS held (held_id, held_token)
-WHERE queue = %(queue)s AND id = held_id AND token = held_token
-    AND state = 'inflight' AND moved_from IS NOT NULL
+FROM here WHERE tiny_queue_job.ctid = spot AND moved_from IS NOT NULL
 RETURNING TELL, LAZY
 """
 
@@ -6716,7 +6738,7 @@ UPDATE HOME.tiny_queue_job SET rev = rev + 1, moved_from = NULL,
     state = CASE WHEN moved_from = 'dead' THEN 'dead' WHEN run_at > NOW THEN 'delayed'
         ELSE 'ready' END,
     renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
-WHERE queue = %(queue)s AND state = 'inflight' AND moved_from IS NOT NULL
+WHERE queue || '' = %(queue)s AND state = 'inflight' AND moved_from IS NOT NULL
     AND (lease_until <= NOW OR renewed_at > NOW + 1)
 RETURNING LAZY
 """
@@ -7088,7 +7110,7 @@ class _PgCore(_Database):
         self._family = crc32(f"tiny_queue {self._schema}".encode()) & 0x7FFFFFFF
         self._words = {
             "HOME": f'"{self._schema}"', "NOW": _PG_NOW, "ROW": _PG_ROW,
-            "TELL": _PG_TELL, "LAZY": _PG_LAZY, "PARCEL": _PG_PARCEL,
+            "TELL": _PG_TELL, "LAZY": _PG_LAZY, "PARCEL": _PG_PARCEL, "HERE": _PG_HERE,
         }  # fmt: skip
         self._texts: dict[str, str] = {}
         self._reset()
@@ -7514,6 +7536,8 @@ class _PgPuts(_PgCore):
     def insert(
         self, new: Sequence[_New], exist_ok: bool, connection: Any = None
     ) -> list[Job]:
+        if self._pid != os.getpid():
+            self.forked()  # before an id is made
         ids = [self._fresh() if item.id is None else item.id for item in new]
         if len(new) > 1:
             body: Callable[..., Any] = self._put_many
@@ -7611,6 +7635,8 @@ class _PgLeases(_PgPuts):
     """Leasing, and telling whose lease is over."""
 
     def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
+        if self._pid != os.getpid():
+            self.forked()  # before a token is made
         news = self._watch.news
         session = self._live_session() if held and self._notify else None
         lapses: list[_Lapse] = []
