@@ -8449,6 +8449,55 @@ class SqliteTest(Case):
                     self.open(lock_timeout=0).put("other")
                     queue.put("own")
 
+    def test_two_interrupts_leave_nothing_locked_but_the_database(self):
+        """One hits the undoing of what the other ended; where both do, the next
+        call of the object undoes it."""
+        for number in (1, 2):
+            queue = self.open(lock_timeout=0)
+            queue.put(1, id="a", exist_ok=True)
+            db, left = queue._engine._db, [KeyboardInterrupt] * number
+
+            def execute(sql, *args, db=db, left=left):
+                while sql == "ROLLBACK" and left:
+                    raise left.pop()
+                return db.execute(sql, *args)
+
+            def undone(db):
+                raise tq.QueueError("as of a lease that is lost")
+
+            queue._engine._db = Patched(db, execute=execute)
+            self.assertRaises(KeyboardInterrupt, queue._engine._transact, undone)
+            queue._engine._db = db
+            self.assertEqual(db.connection.in_transaction, number == 2)
+            self.assertEqual(len(queue), 1)
+            self.open(lock_timeout=0).put(2, id="b", exist_ok=True)
+            queue.cancel("b")
+
+    def test_an_interrupt_as_the_lock_is_released(self):
+        """It is released all the same: other threads go on."""
+        queue = self.open(lock_timeout=0.05)
+        steps = [False, KeyboardInterrupt, True]
+        with mock.patch.object(queue._engine._lock, "mine", side_effect=steps):
+            self.assertRaises(KeyboardInterrupt, queue.put, 1)
+        self.run_threads(lambda: queue.put(2))
+        self.assertDrains(queue, [1, 2])
+
+    def test_an_undoing_that_fails(self):
+        """The disk's error is told, as a QueueError."""
+        queue, conn = self.open(), self.connect()
+        queue.put(1, id="a")
+        conn.execute("BEGIN")
+        undo = queue._engine._undo
+
+        def failing(db, began):
+            error = sqlite3.OperationalError("disk I/O error")
+            undo(Patched(db, execute=mock.Mock(side_effect=error)), began)
+
+        with mock.patch.object(queue._engine, "_undo", failing):
+            with self.assertRaisesRegex(tq.QueueError, "disk I/O.*the disk failed"):
+                queue.put(2, id="a", connection=conn)
+        conn.execute("ROLLBACK")
+
     def test_an_interrupt_at_any_line_in_the_caller_s_transaction(self):
         """It takes back the call and nothing else."""
         queue, conn = self.open(), self.place.connect(self.path)
@@ -11685,8 +11734,10 @@ class BenchTest(CommandLineCase):
         ready, (count, longest) = self.measured("put", lambda: time.monotonic() + 0.02)
         self.assertEqual((ready, len(queue)), ("ready", count + 1))
         self.assertTrue(0 < longest < PATIENCE)
-        found = self.measured("take", lambda: 0.0)
-        self.assertEqual((found, len(queue)), (["ready", [0, 0.0]], count))
+        for left in (count, 0):
+            found = self.measured("take", lambda: 0.0)
+            self.assertEqual((found, len(queue)), (["ready", [0, 0.0]], left))
+            queue.purge("pending")  # one that runs dry goes on
 
     def test_a_waiting_child_tells_its_cpu_seconds(self):
         """Of taking what comes, until it is told to stop."""
