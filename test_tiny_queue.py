@@ -7646,6 +7646,16 @@ if pid:
         queue.task_done(mine)
         self.assertEqual(list(self.open().jobs()), [])
 
+    def test_a_renewal_in_a_fork_that_python_does_not_know_of(self):
+        """Whoever has the Job may renew its lease and settle it."""
+        queue = self.open()
+        queue.put(1)
+        job = queue.get()
+        with patched("os", getpid=lambda: -1):
+            self.assertEqual(queue.extend(job).token, job.token)
+        queue.task_done(job)
+        self.assertEqual(list(self.open().jobs()), [])
+
     def test_another_makes_the_directory_at_the_same_moment(self):
         """It is used as if this process had made it."""
         self.path = os.path.join(self.dir, "a", "jobs")

@@ -4678,10 +4678,6 @@ class _Database(_Engine):
         self._serial = itertools.count(1)
         self._looked = -math.inf
 
-    def forked(self) -> None:
-        """Forget all that a process may not share with its parent."""
-        raise NotImplementedError
-
     def _check_open(self) -> None:
         if self._closed:
             raise QueueClosedError(
@@ -4690,8 +4686,6 @@ class _Database(_Engine):
 
     def _fresh(self) -> str:
         """An id or token: unique by a random prefix of this process."""
-        if self._pid != os.getpid():
-            self.forked()
         return f"{self._prefix}{next(self._serial):x}"
 
     def _retries(self, own: int | None) -> int:
