@@ -1638,6 +1638,7 @@ class LifeTest(Case):
                 self.assertEqual(queue.get().id, "b")
         self.assertIn("lapsed jobs not given back: disk full", logs.output[0])
 
+    @of_files
     def test_an_interrupted_call_leaves_no_half_change(self):
         """A get that Ctrl-C hits in its write has picked a job: the next get of
         the same object still has it to give."""

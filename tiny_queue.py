@@ -6974,6 +6974,14 @@ class _PgSession:
                 self.gone = not self.link.usable()
         return self.gone
 
+    def resign(self) -> None:
+        """Drop the lock: that a connection ended the server sees a bit later."""
+        if not self.lock.locked():
+            with self.lock:
+                if self.link.usable():
+                    self.link.patience.deadline = time.monotonic() + 1.0
+                    self.link.do("SELECT pg_advisory_unlock_all()")
+
     def close(self) -> None:
         """End it at once, even under a thread that waits on it."""
         self.gone = True
@@ -7999,6 +8007,10 @@ class _PgEngine(_PgLeases):
         self._watch.close()
         with self._session_lock:
             if self._session is not None:
+                try:
+                    self._session.resign()
+                except (self._driver.Error, OSError):
+                    pass  # then it ends with the connection
                 self._session.close()
         self._pool.close()
 
