@@ -9098,6 +9098,21 @@ class PostgresBellTest(Case):
         self.assertLess(told + len(rings), 100)
         eventually(lambda: bell._payer is None)
 
+    def test_without_a_thread_to_be_had_it_tells_at_once(self):
+        """As at the interpreter's end: a put that was committed does not fail."""
+
+        class Engine:
+            rings = 0
+
+            def ring(self):
+                self.rings += 1
+
+        engine = Engine()
+        bell = tq._PgBell(engine.ring)
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError):
+            bell.owe()
+        self.assertEqual((engine.rings, bell.owing, bell._payer), (1, False, None))
+
     @unittest.skipIf(NO_POSTGRES, NO_POSTGRES)
     def test_waiting_workers_hear_of_puts_at_once(self):
         """Median under 5 ms on a machine that is not busy; a tenth of the poll

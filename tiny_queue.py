@@ -7046,9 +7046,16 @@ class _PgBell:
         """A change that did not tell was committed."""
         with self._lock:
             self.owing = True
-            if self._payer is None:
-                self._payer = threading.Thread(target=self._pay, daemon=True)
-                self._payer.start()
+            if self._payer is not None:
+                return
+            payer = threading.Thread(target=self._pay, daemon=True)
+            try:
+                payer.start()
+                self._payer = payer
+                return
+            except RuntimeError:
+                pass  # no thread is to be had, as while the interpreter ends
+        self.settle_up()
 
     def _pay(self) -> None:
         """Pay what is owed; end after a while without debts."""
@@ -7644,6 +7651,11 @@ class _PgLeases(_PgPuts):
         due = rows[0][0]
         jobs = [self._view(row[3:], session) for row in rows if row[2] is not None]
         self._remember(jobs, seconds)
+        successor = self._session
+        if jobs and session and successor is not session and successor is not None:
+            # Lost meanwhile: these came too late to be renamed with the others.
+            tokens = [job.token for job in jobs]
+            self._rows(_PG_RENAME, old=owner, owner=successor.number, tokens=tokens)
         return jobs, math.inf if due is None else max(0.0, due)
 
     def _remember(self, jobs: Iterable[Job], seconds: float) -> None:
@@ -7651,7 +7663,8 @@ class _PgLeases(_PgPuts):
         for job in jobs:
             tokens[cast(str, job.token)] = now + seconds
         if len(tokens) > 10_000:  # never settled by this object
-            self._tokens = {token: end for token, end in tokens.items() if end > now}
+            live = list(tokens.items())  # at once: other threads add to it
+            self._tokens = {token: end for token, end in live if end > now}
 
     def _taking(
         self, link: Any, doubt: bool, n: int, seconds: float, owner: int, call: str
