@@ -9008,6 +9008,27 @@ class PostgresLostTest(ClusterCase):
             self.relayed.cut_at = 0
             self.queue.release(job)
 
+    def test_a_session_that_is_replaced_during_a_take(self):
+        """The job came too late to change hands with the others: nobody takes
+        it over all the same."""
+        queue = self.open()
+        engine = queue._engine
+        session, taking = engine._live_session(), engine._taking
+
+        def replaced(*args):
+            found = taking(*args)
+            session.close()
+            engine._live_session()
+            return found
+
+        with mock.patch.object(engine, "_taking", replaced):
+            with self.assertLogs("tiny_queue", "WARNING"):
+                job = queue.get()
+        sql = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid ="
+        eventually(lambda: not self.ask(f"{sql} {session.number}"))
+        self.assertEqual(self.open().reap_stale(), 0)
+        queue.task_done(job)
+
     def test_a_settlement_whose_answer_is_lost(self):
         """It is done, and the caller is told that this is not certain."""
         job = self.queue.get()

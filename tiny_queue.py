@@ -7908,7 +7908,7 @@ class _PgEngine(_PgLeases):
     def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
         states = _PG_STATES[state]
         rows = self._rows(_PG_SNAPSHOT, bulk=True, states=states, limit=limit)
-        return self._pages((rows and rows[0][0]) or "", states)
+        return self._pages(rows[0][0] or "" if rows else "", states)
 
     def _pages(self, ids: str, states: list[str]) -> Iterator[Job]:
         """Read the jobs page by page; what left these states is left out."""
