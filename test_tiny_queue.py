@@ -8279,6 +8279,32 @@ class SqliteTest(Case):
                 two.rollback()
         self.assertEqual(len(queue), 0)
 
+    def test_no_call_costs_more_because_the_queue_was_small_once(self):
+        """With ANALYZE's statistics of a queue of one job, no call reads the
+        backlog, in instructions of SQLite."""
+        with self.open() as small:
+            small.put("first")
+            small.get()
+            self.connect().execute("ANALYZE")
+        queue, steps = self.open(), []
+        queue.put_many(range(5000))
+        queue.put_many(range(10), delay=1e-3)
+        job, other, *_ = queue.get_many(20)
+        db = queue._engine._db.connection
+        for call in (
+            queue.get,
+            lambda: queue.bury(job, "why"),
+            lambda: list(queue.jobs("dead")),
+            queue.requeue_dead,
+            lambda: queue.release(queue.extend(other)),
+            lambda: queue.reap_stale(60),
+        ):
+            steps.clear()
+            db.set_progress_handler(lambda: steps.append(1), 100)
+            call()
+            db.set_progress_handler(None, 0)
+            self.assertLess(len(steps), 40)
+
     def test_a_duplicate_leaves_no_transaction_open(self):
         """What was begun for a call ends with its error: nobody is locked out."""
         queue, conn = self.open(), self.place.connect(self.path)
