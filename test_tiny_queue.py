@@ -8428,6 +8428,32 @@ class SqliteTest(Case):
                 two.rollback()
         self.assertEqual(len(queue), 0)
 
+    def test_no_call_costs_more_because_the_queue_was_small_once(self):
+        """With ANALYZE's statistics of a queue of one job, no call reads the
+        backlog, in instructions of SQLite."""
+        with self.open() as small:
+            small.put("first")
+            small.get()
+            self.connect().execute("ANALYZE")
+        queue, steps = self.open(), []
+        queue.put_many(range(5000))
+        queue.put_many(range(10), delay=1e-3)
+        job, other, *_ = queue.get_many(20)
+        db = queue._engine._db.connection
+        for call in (
+            queue.get,
+            lambda: queue.bury(job, "why"),
+            lambda: list(queue.jobs("dead")),
+            queue.requeue_dead,
+            lambda: queue.release(queue.extend(other)),
+            lambda: queue.reap_stale(60),
+        ):
+            steps.clear()
+            db.set_progress_handler(lambda: steps.append(1), 100)
+            call()
+            db.set_progress_handler(None, 0)
+            self.assertLess(len(steps), 40)
+
     def test_a_duplicate_leaves_no_transaction_open(self):
         """What was begun for a call ends with its error: nobody is locked out."""
         queue, conn = self.open(), self.place.connect(self.path)
@@ -9595,6 +9621,27 @@ class PostgresLostTest(ClusterCase):
         for queue in self.each_answer():
             self.assertIsNone(queue.get())
 
+    def test_a_session_that_is_replaced_during_a_take(self):
+        """The job came too late to change hands with the others: nobody takes
+        it over all the same."""
+        queue = self.open()
+        engine = queue._engine
+        session, taking = engine._live_session(), engine._taking
+
+        def replaced(*args):
+            found = taking(*args)
+            session.close()
+            engine._live_session()
+            return found
+
+        with mock.patch.object(engine, "_taking", replaced):
+            with self.assertLogs("tiny_queue", "WARNING"):
+                job = queue.get()
+        sql = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid ="
+        eventually(lambda: not self.ask(f"{sql} {session.number}"))
+        self.assertEqual(self.open().reap_stale(), 0)
+        queue.task_done(job)
+
     def test_a_settlement_whose_answer_is_lost(self):
         """It is done, and the caller is told that this is not certain."""
         job = self.queue.get()
@@ -9717,8 +9764,7 @@ class PostgresBellTest(Case):
         bell._lock = Late()
         with patched("time", sleep=lambda seconds: None):
             bell._pay()
-            eventually(lambda: rings)
-            eventually(lambda: bell._payer is None)
+            eventually(lambda: rings and not bell.owing)
 
     def test_the_bell_of_a_queue_that_is_gone(self):
         """It keeps no engine alive, and rings nobody."""
@@ -9735,6 +9781,21 @@ class PostgresBellTest(Case):
         bell.owing = True
         bell.settle_up()
         self.assertEqual((rings, bell.owing), ([], False))
+
+    def test_without_a_thread_to_be_had_it_tells_at_once(self):
+        """As at the interpreter's end: a put that was committed does not fail."""
+
+        class Engine:
+            rings = 0
+
+            def ring(self):
+                self.rings += 1
+
+        engine = Engine()
+        bell = tq._PgBell(engine.ring)
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError):
+            bell.owe()
+        self.assertEqual((engine.rings, bell.owing, bell._payer), (1, False, None))
 
     @unittest.skipIf(NO_POSTGRES, NO_POSTGRES)
     def test_waiting_workers_hear_of_puts_at_once(self):

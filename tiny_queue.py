@@ -4742,6 +4742,8 @@ _ENGINE_OF: dict[str, Callable[..., _Engine]] = {}  # by URL scheme
 # waiting and of dead jobs: who goes last gets the greatest.  `turn` is that of
 # leases.  Each hot statement reads one partial index, so jobs that are due far
 # ahead are never looked at.  Nothing here is newer than SQLite 3.31.
+# INDEXED BY, because the application may have run ANALYZE while the queue was
+# empty: then SQLite takes any index for as good as another.
 _LITE_FORMAT = 1  # raised by any change to the tables
 _LITE_TABLES = (
     """CREATE TABLE  -- which queues are here, and how their rows are to be read
@@ -4807,32 +4809,43 @@ _LITE_INSERT = """INSERT  -- without a place it gets the greatest
 _LITE_FIND = f"""SELECT  -- whatever its state
     {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND id = ?"""
 _LITE_NEXT_DUE = """SELECT  -- the head of an index
-    run_at FROM tiny_queue_jobs WHERE queue = ? AND state = 'delayed'
+    run_at FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_delayed
+    WHERE queue = ? AND state = 'delayed'
     ORDER BY run_at LIMIT 1"""
 _LITE_ANY_READY = """SELECT  -- without a lock for writing: a poll costs no write
-    1 FROM tiny_queue_jobs WHERE queue = ? AND state = 'ready' LIMIT 1"""
+    1 FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_ready
+    WHERE queue = ? AND state = 'ready' LIMIT 1"""
 _LITE_RIPEN = """UPDATE  -- who is due joins by place, delayed once or not
     tiny_queue_jobs SET state = 'ready'
     WHERE queue = ? AND state = 'delayed' AND run_at <= ?"""
 _LITE_HEADS = f"""SELECT  -- higher priority first, then by place
     {_LITE_COLUMNS}, (
-        SELECT run_at FROM tiny_queue_jobs WHERE queue = :name AND state = 'delayed'
+        SELECT run_at FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_delayed
+    WHERE queue = :name AND state = 'delayed'
         ORDER BY run_at LIMIT 1
-    ) FROM tiny_queue_jobs WHERE queue = :name AND state = 'ready'
+    ) FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_ready
+    WHERE queue = :name AND state = 'ready'
     ORDER BY priority DESC, place LIMIT :n"""
 _LITE_LAST_TURN = """SELECT  -- leases stand in the order in which they were given
     coalesce(max(turn), 0) FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_inflight
     WHERE queue = ? AND state = 'inflight'"""
 _LITE_LEASE = """UPDATE  -- I6: the token is new at each lease
     tiny_queue_jobs SET rev = rev + 1, state = 'inflight', attempts = attempts + 1,
     lapses = ?, last_error = ?, token = ?, holder = ?, clock = ?, leased_at = ?,
     renewed_at = ?, lease_until = ?, was = NULL, turn = 1 + (
         SELECT coalesce(max(turn), 0) FROM tiny_queue_jobs
-        WHERE queue = ? AND state = 'inflight'
+    INDEXED BY tiny_queue_inflight
+    WHERE queue = ? AND state = 'inflight'
     ) WHERE place = ?"""
 _LITE_LEASES = """SELECT  -- what tells whose lease is over, in their order
     id, rev, attempts, priority, max_retries, lapses, holder, clock, renewed_at,
     lease_until - renewed_at FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_inflight
     WHERE queue = ? AND state = 'inflight' ORDER BY turn"""
 _LITE_EXTEND = """UPDATE  -- I6: the token is kept
     tiny_queue_jobs SET rev = rev + 1, holder = ?, clock = ?, renewed_at = ?,
@@ -4841,7 +4854,9 @@ _LITE_EXTEND = """UPDATE  -- I6: the token is kept
 _LITE_DONE = """DELETE  -- I6: the token alone is the fence
     FROM tiny_queue_jobs
     WHERE queue = ? AND id = ? AND state = 'inflight' AND token = ?"""
-_LITE_LAST = "place = (SELECT max(place) + 1 FROM tiny_queue_jobs), rev = rev + 1"
+_LITE_LAST = (
+    "rev = rev + 1, place = (SELECT max(place) + 1 FROM tiny_queue_jobs NOT INDEXED)"
+)
 _LITE_LEASED = "queue = ? AND id = ? AND state = 'inflight' AND token = ?"
 _LITE_RETRY = f"""UPDATE  -- I6; and a retried job goes last
     tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, last_error = ?,
@@ -4867,24 +4882,34 @@ _LITE_REQUEUE = f"""UPDATE  -- a replayed job goes last, with all its retries
     tiny_queue_jobs SET {_LITE_LAST}, state = 'ready', run_at = 0, attempts = 0,
     lapses = 0, leased_at = NULL WHERE queue = ? AND id = ? AND state = 'dead'"""
 _LITE_DEAD = """SELECT  -- a bounded part, in the order of death
-    id FROM tiny_queue_jobs WHERE queue = ? AND state = 'dead' AND place <= ?
+    id FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_dead
+    WHERE queue = ? AND state = 'dead' AND place <= ?
     ORDER BY place LIMIT ?"""
 _LITE_LAST_PLACE = """SELECT  -- what comes later is not meant
-    coalesce(max(place), 0) FROM tiny_queue_jobs"""
+    coalesce(max(place), 0) FROM tiny_queue_jobs NOT INDEXED"""
 _LITE_REMOVE = """DELETE  -- whatever its state: an inflight one's token is void
     FROM tiny_queue_jobs WHERE queue = ? AND id = ?"""
 _LITE_PLACES = {
     "pending": """SELECT  -- two indexes, one order
         place FROM (
-            SELECT place FROM tiny_queue_jobs WHERE queue = :name AND state = 'ready'
+            SELECT place FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_ready
+    WHERE queue = :name AND state = 'ready'
             UNION ALL
-            SELECT place FROM tiny_queue_jobs WHERE queue = :name AND state = 'delayed'
+            SELECT place FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_delayed
+    WHERE queue = :name AND state = 'delayed'
         ) ORDER BY place LIMIT :n""",
     "inflight": """SELECT  -- in the order of the leases
-        place FROM tiny_queue_jobs WHERE queue = :name AND state = 'inflight'
+        place FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_inflight
+    WHERE queue = :name AND state = 'inflight'
         ORDER BY turn LIMIT :n""",
     "dead": """SELECT  -- in the order of death
-        place FROM tiny_queue_jobs WHERE queue = :name AND state = 'dead'
+        place FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_dead
+    WHERE queue = :name AND state = 'dead'
         ORDER BY place LIMIT :n""",
 }
 _LITE_AT = f"""SELECT  -- of this queue: a place that was left may be given anew
@@ -4895,20 +4920,32 @@ _LITE_PURGE = """DELETE  -- a bounded part, as far as not touched since an insta
         AND place <= ? AND max(created_at, coalesce(leased_at, 0)) <= ? LIMIT 1000
     )"""
 _LITE_COUNTS = """SELECT  -- each by its own index
-    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'ready'),
-    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'delayed'),
     (SELECT count(*) FROM tiny_queue_jobs
-        WHERE queue = :name AND state = 'delayed' AND run_at > :now),
-    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'inflight'),
-    (SELECT count(*) FROM tiny_queue_jobs WHERE queue = :name AND state = 'dead'),
+    INDEXED BY tiny_queue_ready
+    WHERE queue = :name AND state = 'ready'),
+    (SELECT count(*) FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_delayed
+    WHERE queue = :name AND state = 'delayed'),
+    (SELECT count(*) FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_delayed
+    WHERE queue = :name AND state = 'delayed' AND run_at > :now),
+    (SELECT count(*) FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_inflight
+    WHERE queue = :name AND state = 'inflight'),
+    (SELECT count(*) FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_dead
+    WHERE queue = :name AND state = 'dead'),
     (SELECT min(run_at) FROM tiny_queue_jobs
-        WHERE queue = :name AND state = 'delayed' AND run_at > :now)"""
+    INDEXED BY tiny_queue_delayed
+    WHERE queue = :name AND state = 'delayed' AND run_at > :now)"""
 _LITE_OLDEST = """SELECT  -- the head of one priority, or of those below another
     priority, max(created_at, run_at) FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_ready
     WHERE queue = ? AND state = 'ready' AND priority < ?
     ORDER BY priority DESC, place LIMIT 1"""
 _LITE_OLDEST_LATE = """SELECT  -- delayed, and due by now
     min(max(created_at, run_at)) FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_delayed
     WHERE queue = ? AND state = 'delayed' AND run_at <= ?"""
 _LITE_SIZE = """SELECT  -- of the whole database
     (page_count - freelist_count) * page_size
@@ -4920,15 +4957,21 @@ _LITE_PAYLOADS = """SELECT  -- every byte that a reader would need
 _LITE_HOLDABLE = {  # by the state that Queue knows
     "pending": (
         f"""SELECT  -- in the order of delivery
-        {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'ready'
+        {_LITE_COLUMNS} FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_ready
+    WHERE queue = ? AND state = 'ready'
         ORDER BY priority DESC, place LIMIT ?""",
         f"""SELECT  -- then those not due, the earliest first
-        {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'delayed'
+        {_LITE_COLUMNS} FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_delayed
+    WHERE queue = ? AND state = 'delayed'
         ORDER BY run_at LIMIT ?""",
     ),
     "dead": (
         f"""SELECT  -- in the order of death
-        {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'dead'
+        {_LITE_COLUMNS} FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_dead
+    WHERE queue = ? AND state = 'dead'
         ORDER BY place LIMIT ?""",
     ),
 }
@@ -4936,7 +4979,9 @@ _LITE_HOLD = """UPDATE  -- uncounted, without a holder; `was` says from which st
     tiny_queue_jobs SET rev = rev + 1, state = 'inflight', token = ?, holder = 0,
     clock = ?, renewed_at = ?, lease_until = ?, turn = ?, was = ? WHERE place = ?"""
 _LITE_HELD = f"""SELECT  -- by the beginning of their tokens
-    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND state = 'inflight'
+    {_LITE_COLUMNS} FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_inflight
+    WHERE queue = ? AND state = 'inflight'
     AND substr(token, 1, length(?)) = ? ORDER BY turn"""
 _LITE_ADOPT = """INSERT  -- inflight from the beginning: deliverable on one side only
     INTO tiny_queue_jobs (queue, id, rev, state, attempts, priority, created_at,
@@ -6988,6 +7033,14 @@ class _PgSession:
                 self.gone = not self.link.usable()
         return self.gone
 
+    def resign(self) -> None:
+        """Drop the lock: that a connection ended the server sees a bit later."""
+        if not self.lock.locked():
+            with self.lock:
+                if self.link.usable():
+                    self.link.patience.deadline = time.monotonic() + 1.0
+                    self.link.do("SELECT pg_advisory_unlock_all()")
+
     def close(self) -> None:
         """End it at once, even under a thread that waits on it."""
         self.gone = True
@@ -7052,9 +7105,16 @@ class _PgBell:
         """A change that did not tell was committed."""
         with self._lock:
             self.owing = True
-            if self._payer is None:
-                self._payer = threading.Thread(target=self._pay, daemon=True)
-                self._payer.start()
+            if self._payer is not None:
+                return
+            payer = threading.Thread(target=self._pay, daemon=True)
+            try:
+                payer.start()
+                self._payer = payer
+                return
+            except RuntimeError:
+                pass  # no thread is to be had, as while the interpreter ends
+        self.settle_up()
 
     def _pay(self) -> None:
         """Pay what is owed; end after a while without debts."""
@@ -7657,6 +7717,11 @@ class _PgLeases(_PgPuts):
         due = rows[0][0]
         jobs = [self._view(row[3:], session) for row in rows if row[2] is not None]
         self._remember(jobs, seconds)
+        successor = self._session
+        if jobs and session and successor is not session and successor is not None:
+            # Lost meanwhile: these came too late to be renamed with the others.
+            tokens = [job.token for job in jobs]
+            self._rows(_PG_RENAME, old=owner, owner=successor.number, tokens=tokens)
         return jobs, math.inf if due is None else max(0.0, due)
 
     def _remember(self, jobs: Iterable[Job], seconds: float) -> None:
@@ -7664,7 +7729,8 @@ class _PgLeases(_PgPuts):
         for job in jobs:
             tokens[cast(str, job.token)] = now + seconds
         if len(tokens) > 10_000:  # never settled by this object
-            self._tokens = {token: end for token, end in tokens.items() if end > now}
+            live = list(tokens.items())  # at once: other threads add to it
+            self._tokens = {token: end for token, end in live if end > now}
 
     def _taking(
         self, link: Any, doubt: bool, n: int, seconds: float, owner: int, call: str
@@ -8046,8 +8112,13 @@ class _PgEngine(_PgLeases):
         self._bell.settle_up()
         self._closed = True
         self._watch.close()
-        if self._session is not None:
-            self._session.close()
+        with self._session_turn:
+            if self._session is not None:
+                try:
+                    self._session.resign()
+                except (self._driver.Error, OSError):
+                    pass  # then it ends with the connection
+                self._session.close()
         self._pool.close()
 
     # Moving
