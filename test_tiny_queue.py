@@ -17014,13 +17014,15 @@ ENUMERATIONS = (
     + [NestedCrashTests, NewDirectoryTests],
     [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
     + [InterruptTest],
-    [*TWINS, ExactlyOnceTest, SqliteTest] + [EngineHistoriesTest] * (not LIGHT),
-)
+    [*TWINS, ExactlyOnceTest, SqliteTest] + [EngineHistoriesTest] * (not LIGHT)
+    + [WorkTest, HelpTest, ExampleScriptsTest],
+)  # fmt: skip
 
 
 class EnumerationsTest(unittest.TestCase):
-    """The enumerations, and the contract on other engines than files, ran in
-    processes of their own meanwhile: with two cores that takes half the time."""
+    """The enumerations, the contract on other engines than files and what starts
+    many processes ran in processes of their own meanwhile: with two cores that
+    takes half the time."""
 
     children: list[subprocess.Popen] = []
 
