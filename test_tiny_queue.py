@@ -9443,6 +9443,28 @@ class PostgresFaultTest(ClusterCase):
         sql = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = %s"
         eventually(lambda: not self.ask(sql, [queue._engine._session.number]))
 
+    def test_closing_over_a_session_that_is_lost(self):
+        """Whether that is known or only found out then, close() just ends."""
+        for known in (False, True):
+            queue = self.open()
+            queue.put(1)
+            queue.get()
+            session = queue._engine._session
+            self.ask(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE objid ="
+                f" {session.number} AND locktype = 'advisory'"
+            )
+            if known:
+                session.link.close()
+            with (
+                contextlib.nullcontext()
+                if known
+                else mock.patch.object(session.link, "usable", return_value=True)
+            ):
+                queue.close()
+            self.assertTrue(session.gone)
+            self.assertRaises(tq.QueueClosedError, queue.get)
+
     def test_a_session_that_ends_in_a_sleep(self):
         """Whoever slept on it gets the next job all the same."""
         queue = self.open()
@@ -15912,7 +15934,7 @@ class InterleavingTest(FaultCase):
                         (number, ((who, at, False), (other, FOREVER, False)))
                     )
                     singles.append((number, ((who, at, True), (other, FOREVER, False))))
-            for _ in range(98_000 // len(PLAYS) if DEEP else 40):
+            for _ in range(98_000 // len(PLAYS) if DEEP else 15):
                 plan = []
                 for _ in range(rng.choice((2, 3))):
                     who = rng.randrange(len(scripts))

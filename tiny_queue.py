@@ -21,6 +21,10 @@ killed is delivered again at once: the holder's kernel lock is its proof of
 life.  What does not: exactly-once side effects, network file systems, disks
 that lie about flushing.
 
+With the URL of a database in place of the directory (sqlite:///app.db,
+postgresql://host/db) the same calls work there, and a job and the caller's
+own changes can commit together: see Queue.put and Queue.task_done.
+
 Invariants, cited as I1 to I9 where a line relies on them:
 
 I1  Every read-decide-write happens under the thread lock, then the flock;
@@ -5603,9 +5607,6 @@ class _LiteLeases(_LiteJoins):
             run_at = item.at if item.at > now else 0.0
         elif item.delay:
             run_at = now + item.delay
-        retries = item.max_retries
-        if retries is None:
-            retries = self._max_retries
         id = self._fresh() if item.id is None else item.id
         return self._new_job(item, id, now, run_at)
 
@@ -9031,7 +9032,7 @@ class _Move:
     def __init__(self, source: Queue, target: Queue) -> None:
         self._here, self._there = source._engine, target._engine
         self.total = len(source) + source.stats().dead
-        where = f"{target._engine.source}\n{target.name}"
+        where = f"{target._engine.path}\n{target.name}"
         self._prefix = f"move-{crc32(where.encode('utf-8', 'surrogatepass')):08x}-"
         self.moved = {"pending": 0, "dead": 0}
         self.kept: list[_Parcel] = []  # the target has a job of that id
