@@ -9443,6 +9443,18 @@ class PostgresFaultTest(ClusterCase):
         sql = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = %s"
         eventually(lambda: not self.ask(sql, [queue._engine._session.number]))
 
+    def test_a_put_between_looking_and_listening(self):
+        """Nobody was listening, so nothing was heard: it is looked at again."""
+        queue, other = self.open(), self.open()
+        other.put("early", delay=3600)
+        found = queue._engine.lease(1, 300.0, True, False)
+        self.assertEqual(found.jobs, [])
+        other.put("now")
+        start = time.monotonic()
+        queue._engine.wait(found.seen, PATIENCE)
+        self.assertLess(time.monotonic() - start, 5.0)
+        self.assertEqual(queue.get().payload, "now")
+
     def test_closing_over_a_session_that_is_lost(self):
         """Whether that is known or only found out then, close() just ends."""
         for known in (False, True):
