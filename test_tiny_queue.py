@@ -6706,26 +6706,26 @@ class LockTest(Case):
             gc.collect()
         self.assertDrains(self.open(), [1])
 
+    def open_and_close(self, link):
+        """Again and again; say so when that is well under way."""
+        quick = lambda fd: None  # noqa: E731, no power is cut here
+        with patched("os", fsync=quick, fdatasync=quick):
+            for n in range(50 if DEEP else 10):
+                with self.open(lock_timeout=60.0) as queue:
+                    queue.put(n)
+                    job = queue.get()
+                    if n == 5:
+                        link.tell()
+                    if job:
+                        queue.task_done(job)
+
     def test_the_lock_file_stays_one_inode(self):
         """Eight processes open, use, close and are killed; the lock file is
         never unlinked or replaced, and a left one blocks nobody."""
-
-        def work(link):
-            quick = lambda fd: None  # noqa: E731, no power is cut here
-            with patched("os", fsync=quick, fdatasync=quick):
-                for n in range(50 if DEEP else 10):
-                    with self.open(lock_timeout=60.0) as queue:
-                        queue.put(n)
-                        job = queue.get()
-                        if n == 5:
-                            link.tell()
-                        if job:
-                            queue.task_done(job)
-
         self.open().put(1)
         lock = os.path.join(self.path, "default.lock")
         inode = os.stat(lock).st_ino
-        children = [self.spawn(work) for _ in range(8)]
+        children = [self.spawn(self.open_and_close) for _ in range(8)]
         for child in children:
             child.hear()
         for child in children[::2]:
