@@ -8366,28 +8366,37 @@ _COMMANDS = {
 }
 
 
-def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add those of all options that a command has."""
-    import argparse
+class _Options:
+    """Adds those of all options that a command has to its parser."""
 
-    def add(name: str, help: str, *flags: str, **settings: Any) -> None:
-        if name in names:
+    def __init__(self, parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+        self._parser = parser
+        self._names = names
+
+    def add(self, name: str, help: str, *flags: str, **settings: Any) -> None:
+        if name in self._names:
             flags = flags or (f"--{name}",)
-            parser.add_argument(*flags, help=help, **settings)
+            self._parser.add_argument(*flags, help=help, **settings)
 
-    def time(name: str, help: str, *flags: str, default: float | None = None) -> None:
+    def time(
+        self, name: str, help: str, *flags: str, default: float | None = None
+    ) -> None:
         kind = _argument(_seconds, "a time like 90, 15m, 2h or 1d")
-        add(name, help, *flags, default=default, type=kind, metavar="TIME")
+        self.add(name, help, *flags, default=default, type=kind, metavar="TIME")
 
-    def switch(name: str, help: str, *flags: str) -> None:
-        add(name, help, *flags, action="store_true")
+    def switch(self, name: str, help: str, *flags: str) -> None:
+        self.add(name, help, *flags, action="store_true")
 
-    def number(name: str, help: str, low: int, default: int | None = None) -> None:
+    def number(
+        self, name: str, help: str, low: int, default: int | None = None
+    ) -> None:
         parse = functools.partial(_whole, low)
         kind = _argument(parse, f"a whole number from {low} up")
-        add(name, help, type=kind, default=default, metavar="N")
+        self.add(name, help, type=kind, default=default, metavar="N")
 
-    add(
+
+def _add_job_options(options: _Options) -> None:
+    options.add(
         "name",
         "the queue's name (default: default)",
         "-n",
@@ -8395,42 +8404,52 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         default="default",
         metavar="NAME",
     )
-    switch("json", "answer in JSON on a terminal too")
-    switch("string", "PAYLOAD is text, not JSON", "-s", "--string")
-    add("id", "the job's id; refused while that is in the queue")
-    switch("exist-ok", "print the job that has the --id already, status 0")
-    time("delay", "due in that time: 90, 15m, 2h, 1d", default=0.0)
-    add(
+    options.switch("json", "answer in JSON on a terminal too")
+    options.switch("string", "PAYLOAD is text, not JSON", "-s", "--string")
+    options.add("id", "the job's id; refused while that is in the queue")
+    options.switch("exist-ok", "print the job that has the --id already, status 0")
+    options.time("delay", "due in that time: 90, 15m, 2h, 1d", default=0.0)
+    options.add(
         "at",
         "due then: 2030-12-31T08:00 or epoch seconds",
         type=_argument(_moment, "an instant like 2030-12-31T08:00"),
     )
-    number("priority", "higher goes first (default: 0)", -_MAX_PRIORITY, 0)
-    number("max-retries", "retries before it is dead (default: 3)", 0)
-    time("timeout", "wait so long for a job", default=0.0)
-    time("lease", "time after which it is delivered anew (default: 5m)")
-    add("error", "what went wrong; kept with the job")
-    time("retry-delay", "retry in that time, not after the backoff", "--delay")
-    switch("dead", "no retry can help")
-    add("state", "only jobs of that state", choices=_NAME_OF)
-    number("limit", "list at most that many", 0)
-    switch("prometheus", "answer in Prometheus' text format")
-    time("interval", "between two looks (default: 1)", default=1.0)
-    switch("all", "all dead jobs, not one ID")
-    add("to-name", "the queue's name in TARGET (default: the same)", metavar="NAME")
-    time("older-than", "only jobs not touched for so long")
-    time("or-older-than", "and jobs not renewed for so long", "--older-than")
-    switch("yes", "do not ask", "-y", "--yes")
-    number("processes", "worker processes (default: 1)", 1, 1)
-    number("threads", "jobs at a time in each (default: 1)", 1, 1)
-    time("job-timeout", "fail a job that runs longer, kill its process", "--timeout")
-    number("max-jobs", "stop after that many deliveries in all", 1)
-    switch("stop-when-empty", "stop when no job is due")
-    add("report-to", argparse.SUPPRESS, type=int)  # the supervisor's pipe
-    add("dir", "the same as DIR (default: here)", default=".", metavar="D")
-    number("jobs", "waiting jobs (default: 100000, about a minute)", 1, 100_000)
-    switch("markdown", "answer as the README's table")
-    add("measure", argparse.SUPPRESS)  # what a child process is to do
+    options.number("priority", "higher goes first (default: 0)", -_MAX_PRIORITY, 0)
+    options.number("max-retries", "retries before it is dead (default: 3)", 0)
+    options.time("timeout", "wait so long for a job", default=0.0)
+    options.time("lease", "time after which it is delivered anew (default: 5m)")
+    options.add("error", "what went wrong; kept with the job")
+    options.time("retry-delay", "retry in that time, not after the backoff", "--delay")
+    options.switch("dead", "no retry can help")
+    options.add("state", "only jobs of that state", choices=_NAME_OF)
+    options.number("limit", "list at most that many", 0)
+    options.switch("prometheus", "answer in Prometheus' text format")
+    options.time("interval", "between two looks (default: 1)", default=1.0)
+    options.switch("all", "all dead jobs, not one ID")
+    options.add(
+        "to-name", "the queue's name in TARGET (default: the same)", metavar="NAME"
+    )
+    options.time("older-than", "only jobs not touched for so long")
+    options.time("or-older-than", "and jobs not renewed for so long", "--older-than")
+    options.switch("yes", "do not ask", "-y", "--yes")
+
+
+def _add_run_options(options: _Options) -> None:
+    """Of the commands that run workers or measure."""
+    import argparse
+
+    options.number("processes", "worker processes (default: 1)", 1, 1)
+    options.number("threads", "jobs at a time in each (default: 1)", 1, 1)
+    options.time(
+        "job-timeout", "fail a job that runs longer, kill its process", "--timeout"
+    )
+    options.number("max-jobs", "stop after that many deliveries in all", 1)
+    options.switch("stop-when-empty", "stop when no job is due")
+    options.add("report-to", argparse.SUPPRESS, type=int)  # the supervisor's pipe
+    options.add("dir", "the same as DIR (default: here)", default=".", metavar="D")
+    options.number("jobs", "waiting jobs (default: 100000, about a minute)", 1, 100_000)
+    options.switch("markdown", "answer as the README's table")
+    options.add("measure", argparse.SUPPRESS)  # what a child process is to do
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -8512,7 +8531,9 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
         epilog="\n  ".join(["example:" if len(calls) == 1 else "examples:", *calls]),
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    _add_options(parser, ["name", "json", *options.split()])
+    some = _Options(parser, ["name", "json", *options.split()])
+    _add_job_options(some)
+    _add_run_options(some)
     return parser
 
 
