@@ -1355,6 +1355,7 @@ class _Engine:
 
     source: str  # what opens it again
     path: str  # the same for people: without a password
+    _max_retries: int  # of jobs that were put without a number of their own
     can_join = False  # insert and settle inside the caller's transaction
     can_compact = True
     steady_leases = True  # a jump of the wall clock ends no living holder's lease
@@ -1481,7 +1482,37 @@ class _Engine:
         valid is left alone."""
         raise NotImplementedError
 
-    # What every engine answers with
+    # What every engine decides and answers alike
+
+    def _retries(self, own: int | None) -> int:
+        return self._max_retries if own is None else own
+
+    def _split(
+        self, over: Sequence[_Lease]
+    ) -> tuple[collections.deque[_Lease], list[_Lapse]]:
+        """Split what is over: to be leased anew at once, or to be decided."""
+        first, others = [], []
+        for lease in over:
+            if lease.lapses == 0 and lease.attempts <= self._retries(lease.max_retries):
+                first.append(lease)
+            else:
+                others.append(self._lapse(lease))
+        first.sort(key=lambda lease: -lease.priority)
+        return collections.deque(first), others
+
+    def _reason(self, lease: _Lease) -> str:
+        tries = self._retries(lease.max_retries) + 1
+        return f"{lease.reason} (delivery {lease.attempts} of {tries})"
+
+    def _lapse(self, lease: _Lease) -> _Lapse:
+        return _Lapse(
+            lease.id,
+            lease.rev,
+            lease.attempts,
+            self._retries(lease.max_retries),
+            lease.lapses,
+            self._reason(lease),
+        )
 
     def _duplicate(self, job: Job) -> DuplicateJobError:
         advice = "use another id or exist_ok, or wait for it to finish"
@@ -2097,7 +2128,7 @@ class _FileLeases(_FileCore):
         nothing = not (again or index.counts[_PENDING] or self._lapses_left)
         if nothing or clock - self._looked >= _TICK:
             self._looked = clock
-            self._lapses_left, undecided = self._first_lapses(clock, now)
+            self._lapses_left, undecided = self._split(self._over(clock, now, math.inf))
         picks = self._pick(n, self._lapses_left)
         if not picks:
             if index.superseded > max(_IDLE_SLACK, index.live_bytes):
@@ -2224,37 +2255,6 @@ class _FileLeases(_FileCore):
                 over.append(lease._replace(reason=reason))
         entries = self._index.entries  # in the order of the file, for everybody
         return sorted(over, key=lambda lease: entries[lease.key] >> 64)
-
-    def _first_lapses(
-        self, clock: float, now: float
-    ) -> tuple[collections.deque[_Lease], list[_Lapse]]:
-        """Split what is over: to be leased anew at once, or to be decided."""
-        first, others = [], []
-        for lease in self._over(clock, now, math.inf):
-            if lease.lapses == 0 and lease.attempts <= self._retries(lease):
-                first.append(lease)
-            else:
-                others.append(self._lapse(lease))
-        first.sort(key=lambda lease: -lease.priority)
-        return collections.deque(first), others
-
-    def _retries(self, lease: _Lease) -> int:
-        own = lease.max_retries
-        return self._max_retries if own is None else own
-
-    def _reason(self, lease: _Lease) -> str:
-        tries = self._retries(lease) + 1
-        return f"{lease.reason} (delivery {lease.attempts} of {tries})"
-
-    def _lapse(self, lease: _Lease) -> _Lapse:
-        return _Lapse(
-            lease.id,
-            lease.rev,
-            lease.attempts,
-            self._retries(lease),
-            lease.lapses,
-            self._reason(lease),
-        )
 
     def lapsed(self, older_than: float) -> list[_Lapse]:
         return cast("list[_Lapse]", self._transact(self._lapsed, older_than))
@@ -4692,9 +4692,6 @@ class _Database(_Engine):
         """An id or token: unique by a random prefix of this process."""
         return f"{self._prefix}{next(self._serial):x}"
 
-    def _retries(self, own: int | None) -> int:
-        return self._max_retries if own is None else own
-
     def _new_job(self, new: _New, id: str, created_at: float, run_at: float) -> Job:
         return Job(
             id, new.payload, "pending", 0, new.priority, created_at, run_at,
@@ -5663,7 +5660,9 @@ class _LiteLeases(_LiteJoins):
         nothing = not (again or ready or self._lapses_left)
         if nothing or clock - self._looked >= _TICK:
             self._looked = clock
-            self._lapses_left, undecided = self._first_lapses(db, clock, now)
+            self._lapses_left, undecided = self._split(
+                self._over(db, clock, now, math.inf)
+            )
         picks = self._pick(db, n, ready)
         if not picks:
             return [], undecided, self._next_due(db), self._data_version(db)
@@ -5783,33 +5782,6 @@ class _LiteLeases(_LiteJoins):
                 self._lock.release()
         alive.pop(0, None)
         return alive
-
-    def _first_lapses(
-        self, db: Any, clock: float, now: float
-    ) -> tuple[collections.deque[_Lease], list[_Lapse]]:
-        """Split what is over: to be leased anew at once, or to be decided."""
-        first, others = [], []
-        for lease in self._over(db, clock, now, math.inf):
-            if lease.lapses == 0 and lease.attempts <= self._retries(lease.max_retries):
-                first.append(lease)
-            else:
-                others.append(self._lapse(lease))
-        first.sort(key=lambda lease: -lease.priority)
-        return collections.deque(first), others
-
-    def _reason(self, lease: _Lease) -> str:
-        tries = self._retries(lease.max_retries) + 1
-        return f"{lease.reason} (delivery {lease.attempts} of {tries})"
-
-    def _lapse(self, lease: _Lease) -> _Lapse:
-        return _Lapse(
-            lease.id,
-            lease.rev,
-            lease.attempts,
-            self._retries(lease.max_retries),
-            lease.lapses,
-            self._reason(lease),
-        )
 
     def lapsed(self, older_than: float) -> list[_Lapse]:
         found = self._transact(self._lapsed, older_than, write=False, nothing=[])
@@ -8626,8 +8598,6 @@ class _Out:
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
         """Write rows in blocks, so that a long list starts at once; count."""
-        import itertools
-
         rows, count = iter(rows), 0
         while block := list(itertools.islice(rows, 500)):
             lines = _aligned([header, *block], _columns())
