@@ -53,6 +53,7 @@ import heapq
 import itertools
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -3188,6 +3189,7 @@ class _Index:
         self.counts = [0] * 7  # by state
         self.entries: dict[bytes, int] = {}
         self.orders: dict[int, _Order] = {}
+        self._ranks: list[int] = []  # a heap of their priorities, negated
         self.delayed: list[tuple[float, int, int, bytes]] = []
         self.tokens: dict[bytes, str] = {}  # of leases given by this object
         self.leases: dict[bytes, _Lease] = {}
@@ -3333,18 +3335,16 @@ class _Index:
         order = self.orders.get(priority)
         if order is None:
             order = self.orders[priority] = _Order(priority)
+            heapq.heappush(self._ranks, -priority)
         return order
 
     def first_order(self) -> _Order | None:
         """The jobs of the highest priority that has any."""
-        if len(self.orders) == 1:  # the usual case
-            for order in self.orders.values():
-                if order:
-                    return order
-        for priority in sorted(self.orders, reverse=True):
-            if self.orders[priority]:
-                return self.orders[priority]
-            del self.orders[priority]
+        while self._ranks:
+            order = self.orders[-self._ranks[0]]
+            if order:
+                return order
+            del self.orders[-heapq.heappop(self._ranks)]
         return None
 
     def ripen(self, now: float) -> None:
@@ -3370,6 +3370,8 @@ class _Index:
 
     def live(self, file: int) -> list[tuple[int, bytes]]:
         """Entries of a file's live records with their keys, by place."""
+        if not self.live_of[file]:
+            return []
         return sorted(
             (entry, key)
             for key, entry in self.entries.items()
@@ -3386,45 +3388,44 @@ class _Index:
         The lines lose the marks of their write: at the tail those would make
         a whole put_many of what is left of it.
         """
-        self._moved: list[tuple[bytes, int, int]] = []  # key, old, new entry
+        self._live = self.live(file)
+        self._new: list[int] = []  # their entries in the file that is written
         place = 0
-        for group in _adjacent(self.live(file)):
-            start, end = group[0][0] >> 64, group[-1][0]
+        for group in _adjacent([entry for entry, _ in self._live]):
+            start, end = group[0] >> 64, group[-1]
             block = read(start, (end >> 64) + (end >> 32 & _MASK) - start)
-            lengths = [entry >> 32 & _MASK for entry, _ in group]
             if b'"crc":"+' in block or b'"lines":' in block or block[:3] == _BOM:
                 lines = [_plain(line + b"\n") for line in block[:-1].split(b"\n")]
-                block, lengths = b"".join(lines), [len(line) for line in lines]
-            for (entry, key), length in zip(group, lengths):
-                new = place << 64 | length << 32 | entry & _MASK
-                self._moved.append((key, entry, new))
-                place += length
+                block, at = b"".join(lines), place
+                for entry, line in zip(group, lines):
+                    self._new.append(at << 64 | len(line) << 32 | entry & _MASK)
+                    at += len(line)
+            else:
+                shift = place - start << 64
+                self._new += [entry + shift for entry in group]
+            place += len(block)
             yield block
 
     def move(self, file: int, size: int, mark: bytes) -> None:
         """Follow the lines of rewritten() to their new places."""
         if file == 0:
             self._move_orders()
-        for key, _, new in self._moved:
-            self.entries[key] = new
+        self.entries.update(zip([key for _, key in self._live], self._new))
         self.read[file] = self.live_of[file] = size
         self.marks[file] = mark
-        self._moved = []
+        self._live, self._new = [], []
 
     def _move_orders(self) -> None:
-        old = array("Q", [entry >> 64 for _, entry, _ in self._moved])
+        old = [entry >> 64 for entry, _ in self._live]
+        moved = dict(zip(old, [entry >> 64 for entry in self._new]))
         for priority, order in self.orders.items():
-            moved = []
-            for place in sorted(order.waiting()):
-                at = bisect.bisect_left(old, place)
-                if at < len(old) and old[at] == place:
-                    moved.append(self._moved[at][2] >> 64)
-            self.orders[priority] = _Order(priority, moved)
-        delayed = []
-        for run_at, place, priority, key in filter(self._is_delayed, self.delayed):
-            at = bisect.bisect_left(old, place)
-            delayed.append((run_at, self._moved[at][2] >> 64, priority, key))
-        self.delayed = delayed
+            waiting = sorted(order.waiting())
+            places = [moved[place] for place in waiting if place in moved]
+            self.orders[priority] = _Order(priority, places)
+        self.delayed = [
+            (run_at, moved[place], priority, key)
+            for run_at, place, priority, key in filter(self._is_delayed, self.delayed)
+        ]
         heapq.heapify(self.delayed)
 
     def drop_done(self) -> None:
@@ -3436,20 +3437,17 @@ class _Index:
         self.burnt.clear()
 
 
-def _adjacent(
-    live: Sequence[tuple[int, bytes]],
-) -> Iterator[Sequence[tuple[int, bytes]]]:
-    """Group live lines that stand side by side, up to 1 MiB or one line."""
+def _adjacent(entries: list[int]) -> Iterator[list[int]]:
+    """Group lines that stand side by side, up to 1 MiB or one line."""
+    places = [entry >> 64 for entry in entries]
+    ends = [(entry >> 64) + (entry >> 32 & _MASK) for entry in entries]
+    gaps = map(operator.ne, ends, places[1:])
     first = 0
-    for i, (entry, _) in enumerate(live):
-        end = (entry >> 64) + (entry >> 32 & _MASK)
-        if (
-            i + 1 == len(live)
-            or live[i + 1][0] >> 64 != end
-            or end - (live[first][0] >> 64) > _MIB
-        ):
-            yield live[first : i + 1]
-            first = i + 1
+    for last in [*(i for i, gap in enumerate(gaps, 1) if gap), len(entries)]:
+        while first < last:
+            upto = bisect.bisect_left(places, places[first] + _MIB, first + 1, last)
+            yield entries[first:upto]
+            first = upto
 
 
 # Store: the files, their tails, and what of them is on disk
