@@ -1579,7 +1579,7 @@ _OWN_FILE = re.compile(
     r"([A-Za-z0-9_-]{1,64})\.(?:lock|damaged|(?:pending|inflight|dead)\.jsonl)\Z"
 )
 _MAX_REV = 2**28
-_READ_AHEAD = _MIB  # more than this is read outside the flock
+_READ_AHEAD = 128 * 1024  # more unread bytes are read outside the flock
 _RUSH = 5e-3  # seconds: puts that come faster than that are a rush
 _DOZE = 3e-3
 _IDLE_SLACK = 64 * 1024  # superseded bytes that an idle get leaves behind
@@ -1701,13 +1701,17 @@ class _FileCore(_Engine):
         self, body: Callable[..., Any], *args: Any, write: bool = True
     ) -> Any:
         """Run body under both locks with the index up to date."""
+        most = _READ_AHEAD
         while True:
-            done, result = self._locked(self._attempt, body, args, write=write)
+            done, result = self._locked(self._attempt, body, args, most, write=write)
             if done:
                 return result
             self._read_ahead()
+            most *= 4  # or a process that writes without a pause is never caught up
 
-    def _attempt(self, body: Callable[..., Any], args: Any) -> tuple[bool, Any]:
+    def _attempt(
+        self, body: Callable[..., Any], args: Any, most: int
+    ) -> tuple[bool, Any]:
         """Catch up and run body; (False, None) if there is too much to read."""
         index = self._index
         if index.dirty:
@@ -1715,7 +1719,7 @@ class _FileCore(_Engine):
         for _ in range(3):
             index.dirty = True  # until this ends well: half a change is not kept
             try:
-                done = self._catch_up()
+                done = self._catch_up(most)
                 result = body(*args) if done else None
                 if done:
                     self._compact_if_due()
@@ -1734,8 +1738,8 @@ class _FileCore(_Engine):
             path=self.path,
         )
 
-    def _catch_up(self) -> bool:
-        """Read what others wrote; False if that is too much for the lock."""
+    def _catch_up(self, most: int) -> bool:
+        """Read what others wrote; False if that is more than `most` bytes."""
         index, store = self._index, self._store
         size = 0
         for data in store.files:
@@ -1744,13 +1748,13 @@ class _FileCore(_Engine):
             size += data.size
         read = index.read
         unread = size - (read[0] + read[1] + read[2])
-        if unread > _READ_AHEAD:
+        if unread > most:
             return False
         index.loaded = True
         if unread:
             for data in store.files:
                 if not self._read(data, data.size):
-                    return self._catch_up()
+                    return self._catch_up(most)
         if index.damage and not store.readonly:
             self._set_damage_aside()
         return True
@@ -3317,6 +3321,10 @@ class _Index:
             if state_was == _INFLIGHT:
                 self.tokens.pop(key, None)
                 self.leases.pop(key, None)
+            elif state_was == _PENDING and state == _INFLIGHT:
+                order = self.orders.get(priority)
+                if order and order.peek() == old >> 64:
+                    order.pop()  # taken by another process: no line to read
         self.entries[key] = place << 64 | length << 32 | low
         self.counts[state] += 1
         if state == _DONE:
@@ -4180,6 +4188,7 @@ _BALLAST = 256 * 1024
 # pause between two tries, or they might starve: it would be back before them.
 _LONG_HOLD = 5e-3
 _GIVE_WAY = 2e-3
+_LONG_WAIT = 20e-3
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EBADF, errno.EINVAL}
 _UNSUPPORTED |= {errno.ENOTSUP, errno.EOPNOTSUPP}  # which are two on macOS
 
@@ -4324,25 +4333,27 @@ class _FileLock:
             ) from exc
 
     def _flock_busy(self, fd: int) -> None:
-        """Wait for the flock without ever blocking in the kernel.
+        """Wait for the flock without ever blocking in the kernel, where
+        neither the timeout nor close() would be heeded.
 
-        With eight processes this has 1.6 times the rate of a blocking flock,
-        and a longest wait of 2 ms against 44 ms.
+        Whoever has waited for long tries more often: with eight processes the
+        longest wait is then two thirds of what it was, for 5 % of their rate.
         """
-        deadline = time.monotonic() + self.timeout
+        start = now = time.monotonic()
         pause, tries = 50e-6, 0
-        while time.monotonic() < deadline:
+        while now - start < self.timeout:
             if tries < 4:
                 tries += 1
                 time.sleep(0)
             else:
+                late = now - start > _LONG_WAIT
+                pause = 50e-6 if late else min(pause * 1.5, 1e-3)
                 time.sleep(pause * random.uniform(0.5, 1.5))  # not all at once
-                pause = min(pause * 1.5, 1e-3)
             try:
                 _try_lock(fd)
                 return
             except (BlockingIOError, InterruptedError):
-                pass
+                now = time.monotonic()
         raise self._timed_out()
 
     def _timed_out(self) -> LockTimeoutError:
