@@ -4485,6 +4485,34 @@ class BacklogTest(Case):
         self.assertTrue(index.dirty)
         self.assertEqual(queue.find("a").payload, 1)
 
+    def test_a_writer_without_a_pause_keeps_no_reader_out(self):
+        """More is written during each reading than may be left unread."""
+        self.backlog(100)
+        queue, producer, puts = self.open(), self.open(), []
+        read_ahead = queue._engine._read_ahead
+
+        def overtaken():
+            read_ahead()
+            puts.append(producer.put("x" * 1000))
+            self.assertLess(len(puts), 9)
+
+        with mock.patch.object(tq, "_READ_AHEAD", 100):
+            with mock.patch.object(queue._engine, "_read_ahead", overtaken):
+                self.assertEqual(queue.get().id, "job-0")
+        self.assertEqual(len(puts), 2)  # 100, 400, then 1600 bytes may be left
+
+    def test_jobs_that_others_took_are_not_read(self):
+        """However many they are, a get reads one line: that of its own job."""
+        queue, other = self.open(), self.open()
+        queue.put_many(range(10))
+        with patched("time", monotonic=lambda: 1.0):  # no look at who is dead
+            self.assertEqual(other.get().payload, 0)
+            queue.get_many(5)
+            read = mock.Mock(wraps=tq._read_record)
+            with mock.patch.object(tq, "_read_record", read):
+                self.assertEqual(other.get().payload, 6)
+        self.assertEqual(read.call_count, 1)
+
     def test_a_file_restored_before_it_is_read_ahead(self):
         """Written anew in place: all is read from its beginning."""
         queue = self.open()
@@ -6584,6 +6612,27 @@ class LockTest(Case):
         child.hear()
         old.put(2)
         self.assertDrains(self.open(), [1, 2])
+
+    def test_who_has_waited_for_long_asks_more_often(self):
+        """Or it might starve: the others are back before it is awake."""
+        queue, pauses = self.open(lock_timeout=0.1), []
+        queue.put(1)
+        self.spawn(hold_lock, self.path).hear()
+        clock = Clock()
+
+        def sleep(seconds):
+            pauses.append((now(), seconds))
+            clock.jump(mono=seconds or 1e-6)
+
+        def now():
+            return clock.mono
+
+        with patched("time", sleep=sleep, monotonic=now):
+            self.assertRaises(tq.LockTimeoutError, queue.put, 2)
+        early = [seconds for at, seconds in pauses if at <= 0.02]
+        late = [seconds for at, seconds in pauses if at > 0.021]
+        self.assertTrue(0.5e-3 <= max(early) <= 1.5e-3, max(early))
+        self.assertTrue(25e-6 <= min(late) <= max(late) <= 75e-6, max(late))
 
     def test_a_busy_lock_does_not_stretch_with_the_wall_clock(self):
         """The timeout is measured by the monotonic clock."""
