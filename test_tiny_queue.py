@@ -1081,6 +1081,7 @@ class ArgumentsTest(Case):
             {"delay": 1, "at": 5.0}, {"id": ""}, {"id": "x" * 256}, {"id": "a\nb"},
             {"id": "\x85"}, {"id": "\x7f"}, {"priority": 2**31}, {"delay": 10**400},
             {"priority": -(2**31) - 1}, {"priority": 2**70}, {"max_retries": -1},
+            {"exist_ok": True},
         ):  # fmt: skip
             self.refuse(ValueError, queue.put, 1, **bad)
         self.assertEqual(os.path.exists(self.path), False)
@@ -1180,6 +1181,15 @@ class ArgumentsTest(Case):
         queue.put(1)
         self.assertEqual(os.path.realpath(queue.path), os.path.realpath(self.path))
         self.assertDrains(self.open(), [1])
+
+    def test_success_is_a_bool(self):
+        """An error in its place would settle a failure as done."""
+        queue = self.open()
+        queue.put(1)
+        job = queue.get()
+        for bad in ("boom", ValueError("boom"), None, 0, 1):
+            self.refuse(TypeError, queue.task_done, job, bad)
+        queue.task_done(job, False)
 
     def test_success_takes_neither_error_nor_delay(self):
         """They are refused, and the lease stays what it is."""
@@ -2865,6 +2875,14 @@ class WorkerOutcomeTest(WorkerCase):
         self.assertEqual(texts[2], "ValueError: \udcff\n")
         self.assertLess(sum(map(len, logs.output)), 200_000)
 
+    def test_an_exit_is_told_of(self):
+        """sys.exit() in a handler says nothing by itself, so the log does."""
+        self.queue.put(1, id="a")
+        with self.assertLogs("tiny_queue", "WARNING") as logs:
+            self.work(lambda job: sys.exit("no\nconfig"))
+        text = "job a ends its worker: SystemExit: no\\nconfig"
+        self.assertEqual([record.getMessage() for record in logs.records], [text])
+
     def test_system_exit_and_keyboard_interrupt(self):
         """The job is given back uncounted, and the worker stops."""
         for kind in (SystemExit, KeyboardInterrupt):
@@ -3131,6 +3149,13 @@ class WorkerLimitsTest(WorkerCase):
             with self.assertLogs("tiny_queue", "ERROR") as logs:
                 self.assertEqual(self.work(lambda job: None).done, 1)
         self.assertIn("cannot reap: disk full", logs.output[0])
+
+    def test_a_queue_that_is_closed_or_none_is_refused(self):
+        """Or a service would end at once, and well."""
+        for bad in (None, "jobs", self.path):
+            self.assertRaises(TypeError, tq.Worker, bad, print)
+        self.queue.close()
+        self.assertRaises(tq.QueueClosedError, self.work, print)
 
     def test_a_queue_closed_under_it_ends_it(self):
         """Its job is not counted, and is pending again."""
@@ -7902,8 +7927,8 @@ class JoinTest(Case):
         self.assertEqual(len(self.effects()), 3)
 
     def test_a_handler_may_settle_its_job_together_with_its_effects(self):
-        """The Worker counts what the handler settled; rolled back, it settles
-        the job itself by how the handler ended."""
+        """The Worker counts what the handler settled; what was not committed
+        has failed, or its effects would be lost."""
         self.queue.put_many([0, 1, 2])
 
         def handler(job):
@@ -7915,8 +7940,9 @@ class JoinTest(Case):
         worker = tq.Worker(self.queue, handler, max_jobs=4)
         with self.assertNoLogs():
             totals = worker.run_forever()
-        self.assertEqual((totals.done, totals.retried, totals.lost), (3, 1, 0))
-        self.assertEqual([job.payload for job in self.queue.jobs()], [1])
+        self.assertEqual((totals.done, totals.retried, totals.lost), (2, 2, 0))
+        left = {job.payload: job.last_error for job in self.queue.jobs()}
+        self.assertEqual(left, {1: None, 2: "settled, but never committed"})
         self.assertEqual(len(self.effects()), 3)
 
     def assertNoLogs(self):
@@ -11159,6 +11185,29 @@ class StreamsTest(CommandLineCase):
         self.assertIn("standard output is closed", said)
         queue.cancel("a")
         self.assertEqual(self.without("stdout", "get", self.path, status=3), "")
+        said = self.without("stdout", "put", self.path, "1", "--id", "b", status=1)
+        self.assertIn("closed; but this was done: put job b", said)
+        said = self.without("stdout", "cancel", self.path, "b", status=1)
+        self.assertIn("closed; but this was done: cancelled 1 job", said)
+
+    def test_an_answer_that_cannot_be_written(self):
+        """Of a change it is said that it was made, or it would be repeated."""
+        full = mock.Mock(encoding="utf-8", isatty=lambda: False)
+        full.flush.side_effect = OSError(errno.ENOSPC, "No space left on device")
+        for command, done in (
+            ("put", "; but this was done: put job a\n"),
+            ("ls", "\n"),
+        ):
+            args = [
+                command,
+                self.path,
+                *(["1", "--id", "a"] if command == "put" else []),
+            ]
+            with mock.patch.object(sys, "stderr", io.StringIO()) as err:
+                with mock.patch.object(sys, "stdout", full):
+                    self.assertEqual(tq.main(args), 1)
+            want = f"tiny_queue: cannot write the answer: No space left on device{done}"
+            self.assertEqual(err.getvalue(), want)
 
     def test_without_standard_error(self):
         """An error that cannot be told keeps its exit status."""
@@ -11264,6 +11313,8 @@ def handle(job):
             time.sleep(0.01)
     if what == "fail":
         raise tq.Fail("never")
+    if what == "exit":
+        sys.exit("no such file")
     if what == "stdin":
         note(f"read {sys.stdin.read()!r}")
     note(f"{what}-ended {os.getpid()}")
@@ -11271,6 +11322,8 @@ def handle(job):
 async def later(job):
     note(f"{job.payload} {os.getpid()}")
     await asyncio.sleep(60 if job.payload == "slow" else 0.01)
+    if job.payload == "exit":
+        sys.exit(3)
 
 number = 7
 """
@@ -11414,6 +11467,33 @@ class WorkTest(CommandLineCase):
         self.assertEqual(pauses, ["0.1", "0.2", "0.4", "0.8"])
         self.assertEqual(process.returncode, 0)
 
+    def test_a_handler_that_exits_is_told_of_and_restarted_in_growing_pauses(self):
+        """It is no success, and --max-jobs is used up, by one job if need be."""
+        queue = self.put("exit")
+        process = self.start("--max-jobs", "4")
+        _, err = process.communicate(timeout=PATIENCE)
+        self.assertEqual(process.returncode, 0)
+        self.assertEqual(len(self.notes("exit")), 4)
+        pauses = re.findall(r"status 0.* in ([\d.]+) s", err)
+        self.assertEqual(pauses, ["0.1", "0.2", "0.4"])
+        self.assertEqual(err.count("ends its worker: SystemExit: no such file"), 4)
+        (job,) = queue.jobs()
+        self.assertEqual([job.state, job.attempts], ["pending", 0])
+
+    def test_an_async_handler_that_exits_is_no_success_either(self):
+        """The supervisor hears of it when its await ends."""
+        self.put("exit")
+        process = self.start("--max-jobs", "2", handler="handlers:later")
+        _, err = process.communicate(timeout=PATIENCE)
+        self.assertEqual(re.findall(r"status 0.* in ([\d.]+) s", err), ["0.1"])
+
+    def test_a_mistyped_name_is_told_of(self):
+        """It waits for that queue's first job, and says which have some."""
+        self.put("ok")
+        _, err = self.work("-n", "defualt")
+        self.assertIn("no job of queue 'defualt' yet; others: default", err)
+        self.assertEqual(self.notes("ok"), [])
+
     def test_sigterm_finishes_running_jobs(self):
         """One signal: no new job, running ones are acknowledged, status 0."""
         queue = self.put("wait", "ok")
@@ -11423,8 +11503,9 @@ class WorkTest(CommandLineCase):
         time.sleep(0.3)  # it must not end now: nothing to wait for
         self.assertIsNone(process.poll())
         self.go()
-        process.communicate(timeout=PATIENCE)
+        _, err = process.communicate(timeout=PATIENCE)
         self.assertEqual(process.returncode, 0)
+        self.assertIn("still running: 1; a second signal gives", err)
         self.assertEqual([job.payload for job in queue.jobs()], ["ok"])
 
     def test_systemds_signal_to_all_finishes_running_jobs_too(self):
@@ -11523,7 +11604,7 @@ class SupervisorTest(CommandLineCase):
         self.supervisor = tq._Supervisor(queue, types.SimpleNamespace(**args))
         (self.slot,) = self.supervisor._slots
         self.slot.process = mock.Mock(pid=2**22 + 1, poll=lambda: None)
-        self.slot.killed = False
+        self.slot.killed = self.slot.quit = False
         self.slot.ended = 0
 
     def running(self, *ids, of=lambda job: job.token):

@@ -450,7 +450,7 @@ class Queue:
         """
         _joins(self._engine, connection)
         new = _New(
-            None if id is None else _job_id(id),
+            _put_id(id, exist_ok),
             payload,
             _encode(payload),
             _integer("priority", priority, -_MAX_PRIORITY - 1, _MAX_PRIORITY),
@@ -554,7 +554,7 @@ class Queue:
         _leased(job)
         _joins(self._engine, connection)
         state, seconds, text = "done", 0.0, None
-        if not success:
+        if not _is_success(success):
             text = _error_text(error)
             state = "dead" if job.attempts > job.max_retries else "pending"
             if state == "pending":
@@ -748,6 +748,14 @@ def _job_id(id: str) -> str:
     return str.__str__(id)
 
 
+def _put_id(id: str | None, exist_ok: bool) -> str | None:
+    if id is not None:
+        return _job_id(id)
+    if exist_ok:
+        raise ValueError("exist_ok: needs an id, by which the job is known")
+    return None
+
+
 def _number(what: str, value: float, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{what}: must be a number, not {type(value).__name__}")
@@ -829,6 +837,13 @@ def _leased(job: Job) -> Job:
     if job.token is None:
         raise ValueError(f"job {job.id!r} is {job.state}, not leased; get() leases")
     return job
+
+
+def _is_success(success: bool) -> bool:
+    if isinstance(success, bool):
+        return success
+    # It is easily an error, in the place of success.
+    raise TypeError(f"success: must be a bool, not {type(success).__name__}")
 
 
 def _error_text(error: object) -> str | None:
@@ -927,7 +942,8 @@ class Worker:
     they say; SystemExit and KeyboardInterrupt give the job back uncounted and
     stop the worker.  An `async def` handler runs on one event loop for all; one
     that yields fails its jobs, for its call runs nothing.  One that has settled
-    its job by task_done(job, connection=) and committed may just return.
+    its job by task_done(job, connection=) and committed may just return; if it
+    did not commit, the job has failed.
 
     poll_interval    most seconds between two looks at the queue; puts wake an
                      idle worker at once
@@ -964,8 +980,7 @@ class Worker:
         stop_when_empty: bool = False,
         handle_signals: bool = True,
     ) -> None:
-        if not callable(handler):
-            raise TypeError(f"handler: must be callable, not {type(handler).__name__}")
+        _check_parts(queue, handler)
         self.queue = queue
         self.handler = handler
         self.poll_interval = _number("poll_interval", poll_interval, 1e-3, _MAX_SECONDS)
@@ -992,7 +1007,7 @@ class Worker:
     def run_forever(self) -> Totals:
         """Work until stopped; return the totals.  Not for two threads at once."""
         self._reset()
-        self._reap()
+        self._reap(starting=True)
         threads = [
             threading.Thread(target=self._work, name=f"tiny_queue-{i}", daemon=True)
             for i in range(self.concurrency)
@@ -1006,7 +1021,7 @@ class Worker:
         finally:
             self._stopping = True
             self._ended.set()
-            self._restore_signals(previous)
+            _restore_signals(previous)
             self._stop_loop()
         if self._signals < 2:
             renewer.join()
@@ -1077,13 +1092,6 @@ class Worker:
             for number in (signal.SIGTERM, signal.SIGINT)
         }
 
-    def _restore_signals(self, previous: dict[int, Any]) -> None:
-        if previous:
-            import signal
-
-            for number, handler in previous.items():
-                signal.signal(number, handler or signal.SIG_DFL)
-
     def _release_running(self) -> None:
         """Give back what still runs; its late outcome will find the lease lost."""
         with self._lock:
@@ -1091,12 +1099,14 @@ class Worker:
         for job in jobs:
             self._settle(job, "released", lambda job: self.queue.release(job))
 
-    def _reap(self) -> None:
+    def _reap(self, starting: bool = False) -> None:
         try:
             count = self.queue.reap_stale()
             if count:
                 _log().warning("took back jobs whose lease was over: %d", count)
         except QueueError as exc:
+            if starting and isinstance(exc, QueueClosedError):
+                raise  # later on, to close the queue is a way to end this
             _log().error("cannot reap: %s", exc)
 
     # A thread per running job
@@ -1170,6 +1180,8 @@ class Worker:
             if hasattr(result, "__await__"):
                 self._await(result)
             _check_it_ran(result)
+            if job._joined:  # then this finds the lease settled, see _settle
+                return self._failed(job, "settled, but never committed", None)
             return "done", queue.task_done
         except Retry as exc:
             delay = None if exc.delay is None else _delay(exc.delay)
@@ -1180,7 +1192,8 @@ class Worker:
         except Fail as exc:
             reason = _error_text(exc.reason)
             return "dead", lambda job: queue.bury(job, reason)
-        except (SystemExit, KeyboardInterrupt):
+        except (SystemExit, KeyboardInterrupt) as exc:
+            _tell_of_exit(job, exc)
             self._stopping = True
             return "released", lambda job: queue.release(job)
         except BaseException as exc:
@@ -1269,6 +1282,29 @@ class Worker:
             self._looper.join(1.0)
             if not self._looper.is_alive():
                 loop.close()
+
+
+def _check_parts(queue: object, handler: object) -> None:
+    """Refuse what a Worker would only fail on later, job by job."""
+    if not isinstance(queue, Queue):
+        raise TypeError(f"queue: must be a Queue, not {type(queue).__name__}")
+    if not callable(handler):
+        raise TypeError(f"handler: must be callable, not {type(handler).__name__}")
+
+
+def _restore_signals(previous: dict[int, Any]) -> None:
+    if previous:
+        import signal
+
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _tell_of_exit(job: Job, exc: BaseException) -> None:
+    """A worker that ends is no mystery: sys.exit() says nothing by itself."""
+    if isinstance(exc, SystemExit):
+        error = _visible(f"SystemExit: {_error_text(exc)}")
+        _log().warning("job %s ends its worker: %s", job.id, error)
 
 
 def _check_it_ran(result: object) -> None:
@@ -1516,7 +1552,7 @@ class _Engine:
         )
 
     def _duplicate(self, job: Job) -> DuplicateJobError:
-        advice = "use another id or exist_ok, or wait for it to finish"
+        advice = "use another id, say that it may exist, or wait for its end"
         if job.state == "dead":
             advice = "requeue it, or cancel it to free its id"
         return DuplicateJobError(
@@ -1527,7 +1563,7 @@ class _Engine:
 
     def _unknown(self, id: str, states: str) -> JobNotFoundError:
         return JobNotFoundError(
-            f"job {id!r} is not {states} in queue {self.path!r}; jobs() lists what is",
+            f"job {id!r} is not {states} in queue {self.path!r}; list the jobs",
             id=id,
         )
 
@@ -1535,7 +1571,7 @@ class _Engine:
         return LeaseLostError(
             f"job {job.id!r} is no longer leased to token {job.token!r} in"
             f" {self.path!r}: the lease ran out, was reaped or cancelled, or the job"
-            " is settled; drop this delivery's result or make it idempotent",
+            " is settled; what this delivery did may be done again",
             id=job.id,
             token=job.token,
         )
@@ -8217,9 +8253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
-        status: int = args.run(args, _Out(args.json))
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where its error is still ours to report
+        out = _Out(args.json)
+        status: int = args.run(args, out)
+        out.flush()  # here, where its error is still ours to report
         return status
     except BrokenPipeError:
         _abandon_output()
@@ -8588,11 +8624,25 @@ class _Out:
         if _WINDOWS and "WT_SESSION" not in os.environ:
             self.ansi = False  # the old console shows escapes as they are
         self._colour = self.ansi and not os.environ.get("NO_COLOR")
+        self.done = ""  # what an error of the output does not undo
 
     def line(self, text: str) -> None:
         if sys.stdout is None:
-            raise _RefusalError("standard output is closed")
+            raise self._failed("standard output is closed")
         sys.stdout.write(_encodable(text, sys.stdout) + "\n")
+
+    def flush(self) -> None:
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as exc:
+            raise self._failed(f"cannot write the answer: {exc.strerror}") from exc
+
+    def _failed(self, why: str) -> _RefusalError:
+        done = f"; but this was done: {self.done}" if self.done else ""
+        return _RefusalError(why + done)
 
     def json(self, value: object) -> None:
         # ASCII, and DEL is the one control character that json leaves raw.
@@ -8767,6 +8817,7 @@ def _cmd_put(args: argparse.Namespace, out: _Out) -> int:
             priority=args.priority,
             max_retries=args.max_retries,
         )
+    out.done = f"put job {_visible(job.id)}"
     out.line(_visible(job.id)) if out.human else out.json(_job_dict(job))
     return _OK
 
@@ -8804,7 +8855,7 @@ def _put_lines(args: argparse.Namespace, out: _Out) -> int:
                     raise _RefusalError(error)
         except BaseException:
             _progress("")
-            _say(f"tiny_queue: {count} jobs were put, then:")
+            _say(f"tiny_queue: {count} jobs were put, then it ended")
             raise
     _progress("")
     return _counted(out, "put", count)
@@ -8860,7 +8911,7 @@ def _cmd_get(args: argparse.Namespace, out: _Out) -> int:
             return _NOTHING
         try:
             out.json(_job_dict(job))
-            sys.stdout.flush()
+            out.flush()
         except BaseException:  # nobody has seen it: it must not wait for its lease
             queue.release(job)
             raise
@@ -9121,8 +9172,9 @@ def _cmd_verify(args: argparse.Namespace, out: _Out) -> int:
 
 
 def _counted(out: _Out, verb: str, count: int) -> int:
+    out.done = f"{verb} {count} job{'' if count == 1 else 's'}"
     if out.human:
-        out.line(f"{verb} {count} job{'' if count == 1 else 's'}")
+        out.line(out.done)
     else:
         out.json({verb: count})
     return _OK
@@ -9381,8 +9433,12 @@ def _cmd_work(args: argparse.Namespace, out: _Out) -> int:
     if args.report_to is not None:
         return _work_in_child(args)
     with _open_queue(args) as queue:
-        if queue._engine.names() is None:
+        names = queue._engine.names()
+        if names is None:
             _say(f"tiny_queue: no queue in {queue.path!r} yet; it is made")
+        elif names and queue.name not in names:
+            others = ", ".join(names)
+            _say(f"tiny_queue: no job of queue {queue.name!r} yet; others: {others}")
         return _Supervisor(queue, args).run()
 
 
@@ -9406,6 +9462,7 @@ class _Slot:
         self.ready = False  # its handler was imported
         self.killed = False
         self.ended = 0  # jobs
+        self.quit = False  # a handler called sys.exit()
         self._reader = threading.Thread(
             target=self._listen, args=(pipe, wake), daemon=True
         )
@@ -9439,7 +9496,8 @@ class _Slot:
             if self.quota is not None:
                 self.quota -= 1
         elif self.running.pop(token, None):
-            self.ended += 1
+            self.quit = self.quit or kind == "quit"
+            self.ended += kind == "end"
 
 
 class _Supervisor:
@@ -9507,6 +9565,12 @@ class _Supervisor:
     def _forward(self) -> None:
         while self._forwarded < self._signals:
             self._forwarded += 1
+            running = sum(len(slot.running) for slot in self._slots)
+            if running and self._forwarded == 1:
+                _say(
+                    f"tiny_queue: still running: {running}; a second signal gives"
+                    " such jobs back"
+                )
             for slot in self._slots:
                 if slot.process is not None:
                     self._stop(slot.process)
@@ -9582,7 +9646,9 @@ class _Supervisor:
         """A worker ended: is it to have a successor, and when?"""
         process, status = slot.end()
         self._ready = self._ready or slot.ready
-        bounded = self.args.stop_when_empty or slot.quota is not None
+        bounded = self.args.stop_when_empty or (
+            slot.quota is not None and not slot.quit
+        )
         ended_well = status == _OK and not slot.running
         slot.over = slot.quota == 0 or (ended_well and bounded)
         if status == _USAGE and not self._ready:
@@ -9721,21 +9787,28 @@ class _Reports:
 
         def reported(job: Job) -> Any:
             self.send(f"start {job.token} {_quote(job.id)}")
-            result = None
+            kind, result = "end", None
             try:
                 result = handler(job)
+            except SystemExit:
+                kind = "quit"
+                raise
             finally:
                 if not hasattr(result, "__await__"):
-                    self.send(f"end {job.token}")
+                    self.send(f"{kind} {job.token}")
             return self._awaited(job, result) if hasattr(result, "__await__") else None
 
         return reported
 
     async def _awaited(self, job: Job, result: Any) -> None:
+        kind = "end"
         try:
             await result
+        except SystemExit:
+            kind = "quit"
+            raise
         finally:
-            self.send(f"end {job.token}")
+            self.send(f"{kind} {job.token}")
 
 
 def _import_handler(name: str) -> Callable[[Job], Any]:
