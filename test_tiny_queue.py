@@ -4538,6 +4538,35 @@ class BacklogTest(Case):
                 self.assertEqual(other.get().payload, 6)
         self.assertEqual(read.call_count, 1)
 
+    def test_priorities_that_come_and_go_leave_nothing(self):
+        """A compaction forgets those that no job has any more."""
+        queue, other = self.open(), self.open()
+        for n in range(100):
+            queue.put("x", id=f"{n % 5}", priority=n)
+            (other if n % 2 else queue).cancel(f"{n % 5}")
+        queue.put("y", id="last", priority=-3)
+        queue.compact()
+        index = queue._engine._index
+        self.assertEqual((list(index.orders), index._ranks), ([-3], [3]))
+        self.assertDrains(queue, ["y"])
+
+    def test_a_ctrl_c_as_the_thread_lock_is_left(self):
+        """Python 3.9 may take a signal before a with has left: the lock is
+        released all the same, after reading ahead and by close()."""
+        queue = self.open()
+        queue.put(1)
+        lock = queue._engine._lock
+
+        @contextlib.contextmanager
+        def interrupted():
+            lock._mutex.acquire()
+            yield
+
+        with mock.patch.object(lock, "threads", interrupted):
+            for leave in (queue._engine._read_ahead, queue.close):
+                leave()
+                self.assertFalse(lock.mine())
+
     def test_a_file_restored_before_it_is_read_ahead(self):
         """Written anew in place: all is read from its beginning."""
         queue = self.open()
@@ -6639,8 +6668,8 @@ class LockTest(Case):
         self.assertDrains(self.open(), [1, 2])
 
     def test_who_has_waited_for_long_asks_more_often(self):
-        """Or it might starve: the others are back before it is awake."""
-        queue, pauses = self.open(lock_timeout=0.1), []
+        """For a while, or it might starve; then not, or the holder might."""
+        queue, pauses = self.open(lock_timeout=0.3), []
         queue.put(1)
         self.spawn(hold_lock, self.path).hear()
         clock = Clock()
@@ -6654,10 +6683,9 @@ class LockTest(Case):
 
         with patched("time", sleep=sleep, monotonic=now):
             self.assertRaises(tq.LockTimeoutError, queue.put, 2)
-        early = [seconds for at, seconds in pauses if at <= 0.02]
-        late = [seconds for at, seconds in pauses if at > 0.021]
-        self.assertTrue(0.5e-3 <= max(early) <= 1.5e-3, max(early))
-        self.assertTrue(25e-6 <= min(late) <= max(late) <= 75e-6, max(late))
+        for start, end, most in ((0, 20, 1.5), (20, 100, 0.75), (100, 300, 1.5)):
+            some = [took for at, took in pauses if start < at * 1e3 < end]
+            self.assertTrue(most / 2 < max(some) * 1e3 <= most, (start, max(some)))
 
     def test_a_busy_lock_does_not_stretch_with_the_wall_clock(self):
         """The timeout is measured by the monotonic clock."""

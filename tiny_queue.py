@@ -1812,20 +1812,22 @@ class _FileCore(_Engine):
     def _read_ahead(self) -> None:
         """Read a large backlog under the thread lock only, so that other
         processes go on meanwhile; decided bytes never change in place."""
-        with self._lock.threads():
-            index = self._index
-            if index.dirty:
-                return
-            index.dirty = True
-            try:
+        try:
+            with self._lock.threads():
+                index = self._index
+                if index.dirty:
+                    return
+                index.dirty = True
                 for data in self._store.files:
                     if not self._read(data, data.size):
                         break
                 index.dirty = False
-            except _StaleError:
-                pass  # still dirty, so it is forgotten
-            except OSError as exc:
-                raise self._refused(exc) from exc
+        except _StaleError:
+            pass  # still dirty, so it is forgotten
+        except OSError as exc:
+            raise self._refused(exc) from exc
+        finally:
+            self._lock.release()  # once more, for the same reason as in _locked
 
     def _set_damage_aside(self) -> None:
         """Keep damaged lines in NAME.damaged and out of the data files."""
@@ -2762,13 +2764,16 @@ class _FileEngine(_FileMoves):
                 self._transact(self._last_compact)
         except QueueError as exc:
             _log().warning("closing without compaction: %s", exc)
-        with self._lock.threads():
-            self._closed = True
-            if self._holder is not None:
-                self._holder.file.close()
-            self._store.reset()
-            self._watch.close()
-            self._lock.close()
+        try:
+            with self._lock.threads():
+                self._closed = True
+                if self._holder is not None:
+                    self._holder.file.close()
+                self._store.reset()
+                self._watch.close()
+                self._lock.close()
+        finally:
+            self._lock.release()  # once more, for the same reason as in _locked
 
     def _last_compact(self) -> None:
         """Cheap, and empty files for a drained queue; a large backlog is not
@@ -3462,10 +3467,13 @@ class _Index:
     def _move_orders(self) -> None:
         old = [entry >> 64 for entry, _ in self._live]
         moved = dict(zip(old, [entry >> 64 for entry in self._new]))
-        for priority, order in self.orders.items():
+        orders, self.orders = self.orders, {}
+        for priority, order in orders.items():
             waiting = sorted(order.waiting())
             places = [moved[place] for place in waiting if place in moved]
-            self.orders[priority] = _Order(priority, places)
+            if places:
+                self.orders[priority] = _Order(priority, places)
+        self._ranks = sorted([-priority for priority in self.orders])
         self.delayed = [
             (run_at, moved[place], priority, key)
             for run_at, place, priority, key in filter(self._is_delayed, self.delayed)
@@ -4372,8 +4380,9 @@ class _FileLock:
         """Wait for the flock without ever blocking in the kernel, where
         neither the timeout nor close() would be heeded.
 
-        Whoever has waited for long tries more often: with eight processes the
-        longest wait is then two thirds of what it was, for 5 % of their rate.
+        Whoever has waited for long tries more often for a while, or the others
+        would always be back before it is awake; but not so often, nor so long,
+        that a hundred waiters take the CPU from the one they wait for.
         """
         start = now = time.monotonic()
         pause, tries = 50e-6, 0
@@ -4382,8 +4391,8 @@ class _FileLock:
                 tries += 1
                 time.sleep(0)
             else:
-                late = now - start > _LONG_WAIT
-                pause = 50e-6 if late else min(pause * 1.5, 1e-3)
+                late = _LONG_WAIT < now - start < 5 * _LONG_WAIT
+                pause = 0.5e-3 if late else min(pause * 1.5, 1e-3)
                 time.sleep(pause * random.uniform(0.5, 1.5))  # not all at once
             try:
                 _try_lock(fd)
