@@ -439,7 +439,7 @@ class Queue:
         """Add one job; it is on disk, synced, when this returns.
 
         The payload is anything that JSON holds (no NaN, at most 500 levels
-        deep).  It is due after `delay` seconds or at the instant `at`.  An
+        deep).  It is due after `delay` seconds, or at `at` (Unix time).  An
         `id` that is pending, inflight or dead raises DuplicateJobError, or
         with `exist_ok` returns the job that is there.  Bad arguments raise
         TypeError or ValueError with nothing written; a full disk raises
@@ -8440,7 +8440,7 @@ def _add_job_options(options: _Options) -> None:
         "due then: 2030-12-31T08:00 or epoch seconds",
         type=_argument(_moment, "an instant like 2030-12-31T08:00"),
     )
-    options.number("priority", "higher goes first (default: 0)", -_MAX_PRIORITY, 0)
+    options.number("priority", "higher goes first (default: 0)", -_MAX_PRIORITY - 1, 0)
     options.number("max-retries", "retries before it is dead (default: 3)", 0)
     options.time("timeout", "wait so long for a job", default=0.0)
     options.time("lease", "time after which it is delivered anew (default: 5m)")
