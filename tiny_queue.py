@@ -478,7 +478,7 @@ class Queue:
         priority = _integer("priority", priority, -_MAX_PRIORITY - 1, _MAX_PRIORITY)
         seconds, _ = _due(delay, None)
         new = [
-            _New(id, item, _encode(item), priority, seconds, None, None)
+            _make_new((id, item, _encode(item), priority, seconds, None, None))
             for id, item in _with_ids(payloads, ids)
         ]
         return self._engine.insert(new, False, connection) if new else []
@@ -1338,6 +1338,10 @@ class _New(NamedTuple):
     max_retries: int | None  # None: whatever the reader's queue says
 
 
+# Without a call in Python: this and _make_change are 7 % of a put_many.
+_make_new: Any = functools.partial(tuple.__new__, _New)
+
+
 class _Lapse(NamedTuple):
     """An inflight job whose lease ended without being settled."""
 
@@ -2142,14 +2146,13 @@ class _FileLeases(_FileCore):
                 "+" if i < last else "",
             )
             state = _DELAYED if run_at else _PENDING
-            changes.append(
-                _Change(line, key[1:-1].encode(), rev, state, priority, run_at)
-            )
+            fields = line, key[1:-1].encode(), rev, state, priority, run_at
+            changes.append(_make_change(fields))
             if retries is None:
                 retries = self._max_retries
-            fields = _JobFields(id, payload, "pending", 0, priority, now, run_at)
-            fields.max_retries = retries
-            jobs.append(_job(fields))
+            job = _JobFields(id, payload, "pending", 0, priority, now, run_at)
+            job.max_retries = retries
+            jobs.append(_job(job))
         return jobs, changes
 
     # Lease
@@ -2830,6 +2833,9 @@ class _Change(NamedTuple):
     state: int
     priority: int
     run_at: float
+
+
+_make_change: Any = functools.partial(tuple.__new__, _Change)
 
 
 class _Record(NamedTuple):
