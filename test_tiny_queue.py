@@ -11947,7 +11947,9 @@ class BenchTest(CommandLineCase):
         terminal = self.terminal("bench", "--jobs", "200")
         terminal.read_until("round 1 of 3: memory")
         terminal.type("\x03")
-        self.assertEqual(terminal.end()[1], 130)
+        # With -m CPython ends by the signal, which a shell calls 130 too, if that
+        # fell into an eval, like that of a namedtuple in a module's import.
+        self.assertIn(terminal.end()[1], (130, -signal.SIGINT))
         self.assertEqual(os.listdir(self.folder), [])
         self.command("bench", "--dir", "nowhere", status=2)
 
