@@ -11237,6 +11237,16 @@ class StreamsTest(CommandLineCase):
             want = f"tiny_queue: cannot write the answer: No space left on device{done}"
             self.assertEqual(err.getvalue(), want)
 
+    def test_a_reader_that_has_left_before_the_answer(self):
+        """It has had enough: no error, and the change is made."""
+        left = mock.Mock(encoding="utf-8", isatty=lambda: False)
+        left.flush.side_effect = BrokenPipeError
+        with mock.patch.object(tq, "_abandon_output") as abandon:
+            with mock.patch.object(sys, "stdout", left):
+                self.assertEqual(tq.main(["put", self.path, "1"]), 0)
+        abandon.assert_called_once_with()
+        self.assertEqual(len(self.queue()), 1)
+
     def test_without_standard_error(self):
         """An error that cannot be told keeps its exit status."""
         self.without("stderr", "show", self.path, "a", status=3)
