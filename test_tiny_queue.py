@@ -11222,15 +11222,9 @@ class StreamsTest(CommandLineCase):
         """Of a change it is said that it was made, or it would be repeated."""
         full = mock.Mock(encoding="utf-8", isatty=lambda: False)
         full.flush.side_effect = OSError(errno.ENOSPC, "No space left on device")
-        for command, done in (
-            ("put", "; but this was done: put job a\n"),
-            ("ls", "\n"),
-        ):
-            args = [
-                command,
-                self.path,
-                *(["1", "--id", "a"] if command == "put" else []),
-            ]
+        put = ["put", self.path, "1", "--id", "a"]
+        told = "; but this was done: put job a\n"
+        for args, done in ((put, told), (["ls", self.path], "\n")):
             with mock.patch.object(sys, "stderr", io.StringIO()) as err:
                 with mock.patch.object(sys, "stdout", full):
                     self.assertEqual(tq.main(args), 1)
@@ -11661,6 +11655,15 @@ class SupervisorTest(CommandLineCase):
                 self.supervisor._check_time(self.slot)
         self.assertIn(said, err.getvalue())
         return fake.killpg.mock_calls
+
+    def test_a_handler_that_exits_has_not_ended_its_job(self):
+        """So it does not make the next pause short; one that returned does."""
+        one, two = self.running("a", "b")
+        self.slot._hear(f"quit {one.token}")
+        self.assertEqual((self.slot.quit, self.slot.ended), (True, 0))
+        self.slot._hear(f"end {two.token}")
+        self.assertEqual((self.slot.quit, self.slot.ended), (True, 1))
+        self.assertEqual(self.slot.running, {})
 
     def test_a_job_that_ends_while_it_is_failed_is_not_killed(self):
         """Its report has come meanwhile, so the worker goes on."""

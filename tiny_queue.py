@@ -4238,7 +4238,7 @@ _BALLAST = 256 * 1024
 # pause between two tries, or they might starve: it would be back before them.
 _LONG_HOLD = 5e-3
 _GIVE_WAY = 2e-3
-_LONG_WAIT = 20e-3
+_LONG_WAIT = 20e-3  # seconds: from here on, to its fivefold, a waiter hurries
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EBADF, errno.EINVAL}
 _UNSUPPORTED |= {errno.ENOTSUP, errno.EOPNOTSUPP}  # which are two on macOS
 
@@ -9511,8 +9511,10 @@ class _Slot:
             if self.quota is not None:
                 self.quota -= 1
         elif self.running.pop(token, None):
-            self.quit = self.quit or kind == "quit"
-            self.ended += kind == "end"
+            if kind == "quit":
+                self.quit = True
+            else:
+                self.ended += 1
 
 
 class _Supervisor:
@@ -9802,28 +9804,26 @@ class _Reports:
 
         def reported(job: Job) -> Any:
             self.send(f"start {job.token} {_quote(job.id)}")
-            kind, result = "end", None
+            result = None
             try:
                 result = handler(job)
-            except SystemExit:
-                kind = "quit"
-                raise
             finally:
                 if not hasattr(result, "__await__"):
-                    self.send(f"{kind} {job.token}")
+                    self._send_end(job)
             return self._awaited(job, result) if hasattr(result, "__await__") else None
 
         return reported
 
     async def _awaited(self, job: Job, result: Any) -> None:
-        kind = "end"
         try:
             await result
-        except SystemExit:
-            kind = "quit"
-            raise
         finally:
-            self.send(f"{kind} {job.token}")
+            self._send_end(job)
+
+    def _send_end(self, job: Job) -> None:
+        """Called in a finally, so it sees how the handler ended."""
+        kind = "quit" if isinstance(sys.exc_info()[1], SystemExit) else "end"
+        self.send(f"{kind} {job.token}")
 
 
 def _import_handler(name: str) -> Callable[[Job], Any]:
