@@ -47,9 +47,11 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import errno
 import functools
 import heapq
+import io
 import itertools
 import json
 import math
@@ -8246,7 +8248,7 @@ _ENGINE_OF["postgresql"] = _ENGINE_OF["postgres"] = _PgEngine
 _OK, _REFUSED, _USAGE, _NOTHING = 0, 1, 2, 3  # exit statuses
 _BATCH = 1000  # lines of standard input put with one write
 _BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
-_STATE_COLOUR = {"inflight": _GREEN, "dead": _RED}
+_COUNT_COLOURS = {"pending": "", "delayed": "", "inflight": _GREEN, "dead": _RED}
 _HELP = """\
 A durable job queue in a directory or a database.
 
@@ -8634,12 +8636,13 @@ class _Out:
     def __init__(self, as_json: bool) -> None:
         self.terminal = _is_terminal(sys.stdout)
         self.human = self.terminal and not as_json
-        self.json_asked = as_json
         self.ansi = self.terminal and os.environ.get("TERM", "") != "dumb"
         if _WINDOWS and "WT_SESSION" not in os.environ:
             self.ansi = False  # the old console shows escapes as they are
         self._colour = self.ansi and not os.environ.get("NO_COLOR")
         self.done = ""  # what an error of the output does not undo
+        if isinstance(sys.stdout, io.TextIOWrapper):  # which may be ASCII only
+            sys.stdout.reconfigure(errors="backslashreplace")
 
     def line(self, text: str) -> None:
         if sys.stdout is None:
@@ -9201,7 +9204,7 @@ def _counted(out: _Out, verb: str, count: int) -> int:
 def _cmd_stats(args: argparse.Namespace, out: _Out) -> int:
     with _find_queue(args) as queue:
         stats, running = queue.stats(), list(queue.jobs("inflight"))
-    if args.prometheus:
+    if getattr(args, "prometheus", False):  # top has no such option
         for line in _prometheus(queue, stats, running):
             out.line(line)
     elif out.human:
@@ -9300,144 +9303,87 @@ def _label(text: str) -> str:
 
 
 def _cmd_top(args: argparse.Namespace, out: _Out) -> int:
-    with _find_queue(args) as queue:
-        view = _View(queue)
-        if out.json_asked:
-            out.json(_stats_dict(queue, queue.stats(), list(queue.jobs("inflight"))))
-        elif not out.ansi:
-            for _, line in view.lines(_columns(), 1000):
-                out.line(line)
-        else:
-            _watch_view(view, out, max(0.05, args.interval))
+    import shutil
+
+    if args.json or not out.ansi:
+        return _cmd_stats(args, out)
+    seen: list[tuple[float, dict[str, int]]] = []
+    with _find_queue(args) as queue, contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        keys = _take_screen(stack)
+        while True:
+            columns, rows = shutil.get_terminal_size()
+            shown = itertools.islice(_top_lines(queue, seen, columns, rows), rows - 1)
+            lines = "".join(f"{out.paint(text, code)}\x1b[K\n" for code, text in shown)
+            # Written over what is there, not cleared first: no flicker.
+            print(f"\x1b[H{lines}\x1b[J", end="", flush=True)
+            if _quits(keys, max(0.05, args.interval)):
+                return _OK
     return _OK
 
 
-def _watch_view(view: _View, out: _Out, interval: float) -> None:
-    import shutil
-
-    try:
-        with _Screen() as screen:
-            while True:
-                columns, rows = shutil.get_terminal_size()
-                screen.draw(
-                    [out.paint(t, code) for code, t in view.lines(columns, rows - 1)]
-                )
-                if "q" in screen.keys(interval).lower():
-                    return
-    except KeyboardInterrupt:
-        return  # the usual way to leave it
-
-
-class _View:
-    """What top shows: counts, their net change, and the running jobs."""
-
-    def __init__(self, queue: Queue) -> None:
-        self.queue = queue
-        self._seen: list[tuple[float, dict[str, int]]] = []
-
-    def lines(self, columns: int, rows: int) -> list[tuple[str, str]]:
-        """Colour and text of each line, cut to the terminal's size."""
-        now, stats = time.time(), self.queue.stats()
-        title = f"tiny_queue  {self.queue.name} in {self.queue.path}  {_when(now)}"
-        lines = [(_BOLD, _visible(title)), ("", "")]
-        lines += self._counts(stats)
-        pairs = _stats_pairs(stats, now)[3:]
-        lines += [("", f"{name:<14} {value}") for name, value in pairs]
-        lines.append(("", ""))
-        lines += self._running(stats, now, columns, rows - len(lines) - 2)
-        return [(code, _fit(line, columns)) for code, line in lines[: max(1, rows)]]
-
-    def _counts(self, stats: Stats) -> list[tuple[str, str]]:
-        """Only net change can be seen from outside: a put and a done job
-        between two looks leave the counts as they were."""
-        names = ("pending", "delayed", "inflight", "dead")
-        counts = {name: int(getattr(stats, name)) for name in names}
-        counts["all"] = stats.pending + stats.inflight + stats.dead
-        self._seen.append((time.monotonic(), counts))
-        while self._seen[-1][0] - self._seen[0][0] > 10.0:
-            del self._seen[0]
-        then, first = self._seen[0]
-        span = self._seen[-1][0] - then
-        lines = [(_DIM, f"{'':<14} {'JOBS':>10} {'NET PER S':>11}")]
-        for name, count in counts.items():
-            rate = f"{(count - first[name]) / span:+.1f}" if span else "-"
-            colour = _STATE_COLOUR.get(name, "") if count else ""
-            lines.append((colour, f"{name:<14} {count:>10} {rate:>11}"))
-        lines[-1] = ("", f"{lines[-1][1]}  put less done")
-        return lines
-
-    def _running(
-        self, stats: Stats, now: float, columns: int, rows: int
-    ) -> list[tuple[str, str]]:
-        if not stats.inflight or rows < 1:
-            return []
-        jobs = self.queue.jobs("inflight", limit=rows)
-        cells = [_RUNNING, *(_running_row(job, now) for job in jobs)]
-        header, *lines = _aligned(cells, columns)
-        return [(_DIM, header), *((_GREEN, line) for line in lines)]
+def _top_lines(
+    queue: Queue, seen: list[tuple[float, dict[str, int]]], columns: int, rows: int
+) -> Iterator[tuple[str, str]]:
+    """Colour and text of each line; `seen` keeps ten seconds of counts."""
+    now, stats = time.time(), queue.stats()
+    yield _BOLD, _visible(f"tiny_queue  {queue.name} in {queue.path}  {_when(now)}")
+    yield "", ""
+    yield _DIM, f"{'':<14} {'JOBS':>10} {'NET PER S':>11}"
+    counts = {name: getattr(stats, name) for name in _COUNT_COLOURS}
+    counts["all"] = stats.pending + stats.inflight + stats.dead
+    seen.append((time.monotonic(), counts))
+    while seen[-1][0] - seen[0][0] > 10.0:
+        del seen[0]
+    span, first = seen[-1][0] - seen[0][0], seen[0][1]
+    for name, count in counts.items():
+        # Only net change can be seen from outside: a put and a done job between
+        # two looks leave the counts as they were.
+        rate = f"{(count - first[name]) / span:+.1f}" if span else "-"
+        note = "  put less done" if name == "all" else ""
+        colour = _COUNT_COLOURS.get(name, "") if count else ""
+        yield colour, f"{name:<14} {count:>10} {rate:>11}{note}"
+    for name, value in _stats_pairs(stats, now)[3:]:
+        yield "", f"{name:<14} {value}"
+    if stats.inflight:
+        yield "", ""
+        running = queue.jobs("inflight", limit=rows)
+        cells = [_RUNNING, *(_running_row(job, now) for job in running)]
+        yield from zip([_DIM, *[_GREEN] * rows], _aligned(cells, columns))
 
 
-class _Screen:
-    """The terminal in top's hands; given back as it was, however top ends."""
+def _take_screen(stack: contextlib.ExitStack) -> list[int]:
+    """Have the terminal until the stack gives it back as it was; where to
+    read keys from, if anywhere."""
+    import signal
 
-    def __enter__(self) -> _Screen:
-        import signal
+    keys = []
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stack.callback(signal.signal, signal.SIGTERM, previous or signal.SIG_DFL)
+    stack.callback(print, "\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l", end="", flush=True)
+    print("\x1b[?1049h\x1b[?25l\x1b[?7l", end="")  # no cursor, long lines are cut
+    if sys.platform != "win32" and _is_terminal(sys.stdin):  # else Ctrl-C ends it
+        import termios
 
-        self._saved: Any = None
-        self._fd = sys.stdin.fileno() if _is_terminal(sys.stdin) else -1
-        self._previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            self._cbreak()
-            sys.stdout.write("\x1b[?1049h\x1b[?25l")  # other screen, no cursor
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+        fd = sys.stdin.fileno()
+        modes, before = termios.tcgetattr(fd), termios.tcgetattr(fd)
+        modes[3] &= ~(termios.ICANON | termios.ECHO)  # keys one by one, and unseen
+        modes[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on our screen
+        stack.callback(termios.tcsetattr, fd, termios.TCSADRAIN, before)
+        termios.tcsetattr(fd, termios.TCSADRAIN, modes)
+        keys = [fd]
+    return keys
 
-    def _cbreak(self) -> None:
-        """Keys come one by one and unseen; Ctrl-Z, which would leave the
-        shell on our screen, does nothing."""
-        try:
-            import termios
-        except ImportError:  # Windows: Ctrl-C ends it
-            self._fd = -1
-            return
-        if self._fd < 0:
-            return
-        self._saved = termios.tcgetattr(self._fd)
-        modes = termios.tcgetattr(self._fd)
-        modes[3] &= ~(termios.ICANON | termios.ECHO)
-        modes[6][termios.VMIN], modes[6][termios.VTIME] = 1, 0
-        modes[6][termios.VSUSP] = b"\0"
-        termios.tcsetattr(self._fd, termios.TCSADRAIN, modes)
 
-    def __exit__(self, *exc_info: object) -> None:
-        import signal
+def _quits(keys: list[int], seconds: float) -> bool:
+    """Wait so long for a q, or the end of what is typed."""
+    if not keys:
+        time.sleep(seconds)
+        return False
+    import select
 
-        if self._saved is not None:
-            import termios
-
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._saved)
-        sys.stdout.write("\x1b[0m\x1b[?25h\x1b[?1049l")
-        sys.stdout.flush()
-        signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-
-    def draw(self, lines: Sequence[str]) -> None:
-        """Replace what is shown, without clearing first: no flicker."""
-        text = "".join(f"{_encodable(line, sys.stdout)}\x1b[K\n" for line in lines)
-        sys.stdout.write(f"\x1b[H{text}\x1b[J")
-        sys.stdout.flush()
-
-    def keys(self, seconds: float) -> str:
-        """What was typed within that time; "q" when the terminal is gone."""
-        if self._fd < 0:
-            time.sleep(seconds)
-            return ""
-        import select
-
-        if not select.select([self._fd], [], [], seconds)[0]:
-            return ""
-        return os.read(self._fd, 64).decode("latin-1") or "q"
+    typed = select.select(keys, [], [], seconds)[0]
+    return bool(typed) and os.read(keys[0], 64)[:1] in (b"q", b"Q", b"")
 
 
 # work: a supervisor of worker processes
