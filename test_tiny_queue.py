@@ -1943,6 +1943,41 @@ class DelayTest(Case):
         queue.task_done(queue.get())
         self.assertEqual(self.open().stats().next_due, 1e9 + 50)
 
+    def test_oldest_is_the_job_that_has_been_due_longest(self):
+        """Whichever stands first, in whatever priority, was delayed, is gone or
+        comes back; and it is the same to a reader that comes later."""
+        queue = self.open()
+        queue.put("first", id="first", delay=685)
+        queue.put("second", id="second", delay=680)
+        queue.put("plain", id="plain")
+        queue.put("low", id="low", priority=-1, delay=670)
+        self.assertOldest(queue, 0)
+        self.clock.jump(686)
+        self.assertOldest(queue, 0)
+        job = queue.get()
+        self.assertEqual(job.id, "first")
+        self.assertOldest(queue, 0)
+        queue.cancel("plain")
+        self.assertOldest(queue, 670)
+        queue.cancel("low")
+        self.assertOldest(queue, 680)
+        queue.put("new", id="new")
+        queue.release(job, delay=5)
+        self.clock.jump(10)
+        queue.put("newest")
+        for gone, since in (("second", 686), ("new", 691), ("first", 696)):
+            queue.cancel(gone)
+            self.assertOldest(queue, since)
+
+    def assertOldest(self, queue, since):
+        """On the live object, a new one, and one whose files were rewritten."""
+        want = None if since is None else 1e9 + since
+        for view in self.views(queue):
+            self.assertEqual(view.stats().oldest, want)
+        if queue._engine.can_compact:
+            queue.compact()
+            self.assertEqual(queue.stats().oldest, want)
+
 
 @every_engine
 class IdsTest(Case):

@@ -2259,16 +2259,20 @@ class _FileLeases(_FileCore):
 
     def _head(self, order: _Order) -> _Record | None:
         """The job at the head of an order; None if that was left by a change."""
-        place = order.peek()
+        record = self._waiting_at(order.peek())
+        if record is None:
+            order.pop()
+        return record
+
+    def _waiting_at(self, place: int) -> _Record | None:
+        """The due job at a place of the pending file; None if it left that."""
         inode = cast(_Inode, self._store.files[0].inode)
         record = _read_record(inode.line(place))
         entry = self._index.entries.get(record.key)
         if entry is None:
             raise _StaleError  # each line that was read has an entry
-        if entry >> 64 == place and entry & 7 == _PENDING:
-            return record
-        order.pop()
-        return None
+        here = entry >> 64 == place and entry & 7 == _PENDING
+        return record if here else None
 
     # Who is alive
 
@@ -2707,13 +2711,6 @@ class _FileEngine(_FileMoves):
     def _counts(self) -> Stats:
         index, store = self._index, self._store
         index.ripen(time.time())
-        due = []
-        for order in list(index.orders.values()):
-            record = None
-            while order and record is None:
-                record = self._head(order)
-            if record is not None:
-                due.append(max(record.fields["created_at"], record.fields["run_at"]))
         counts = index.counts
         return Stats(
             counts[_PENDING] + counts[_DELAYED],
@@ -2721,10 +2718,24 @@ class _FileEngine(_FileMoves):
             counts[_INFLIGHT],
             counts[_DEAD],
             store.count_damage() + len(index.damage),
-            min((float(since) for since in due if since), default=None),
+            self._oldest(),
             None if index.next_due() == math.inf else index.next_due(),
             sum(data.size for data in store.files),
         )
+
+    def _oldest(self) -> float | None:
+        """Jobs never delayed stand in the order of their puts, so the first of
+        each priority speaks for them; of the others each instant is known."""
+        since = list(self._index.due.values())
+        for order in self._index.orders.values():
+            record = None
+            while order.has_undelayed() and record is None:
+                record = self._waiting_at(order.places[order.head])
+                if record is None:
+                    order.skip()
+                else:
+                    since.append(float(record.fields["created_at"]))
+        return min(filter(None, since), default=None)
 
     # Waiting, verifying, closing
 
@@ -3183,26 +3194,29 @@ _REV_MASK = 2**29 - 1
 class _Order:
     """The pending jobs of one priority, by place in the file.
 
-    Places come in rising, so an array and a head do; delayed jobs that have
-    become due join from a heap.  A place that its job has left stays until it
-    comes to the head.
+    Places come in rising, so an array and a head do; jobs that were delayed
+    join from a heap.  A place that its job has left stays until it comes to
+    the head.
     """
 
-    __slots__ = ("priority", "places", "late", "_head")
+    __slots__ = ("priority", "places", "late", "head")
 
     def __init__(self, priority: int, places: Iterable[int] = ()) -> None:
         self.priority = priority
         self.places = array("Q", places)
         self.late: list[int] = []
-        self._head = 0
+        self.head = 0
 
     def __bool__(self) -> bool:
-        return self._head < len(self.places) or bool(self.late)
+        return self.has_undelayed() or bool(self.late)
+
+    def has_undelayed(self) -> bool:
+        return self.head < len(self.places)
 
     def peek(self) -> int:
         """The first place; the order must not be empty."""
-        if self._head < len(self.places):
-            place = self.places[self._head]
+        if self.head < len(self.places):
+            place = self.places[self.head]
             if not self.late or place < self.late[0]:
                 return place
         return self.late[0]
@@ -3210,14 +3224,22 @@ class _Order:
     def pop(self) -> None:
         if self.late and self.peek() == self.late[0]:
             heapq.heappop(self.late)
-            return
-        self._head += 1
-        if self._head > 4096 and self._head * 2 > len(self.places):
-            del self.places[: self._head]
-            self._head = 0
+        else:
+            self.skip()
 
-    def waiting(self) -> list[int]:
-        return [*self.places[self._head :], *self.late]
+    def skip(self) -> None:
+        """Leave out the first of those never delayed."""
+        self.head += 1
+        if self.head > 4096 and self.head * 2 > len(self.places):
+            del self.places[: self.head]
+            self.head = 0
+
+    def move(self, moved: dict[int, int]) -> None:
+        """Follow the jobs that are still here to their new places."""
+        places = self.places[self.head :]
+        self.places = array("Q", [moved[p] for p in places if p in moved])
+        self.late = sorted(moved[p] for p in self.late if p in moved)
+        self.head = 0
 
 
 class _Index:
@@ -3244,6 +3266,7 @@ class _Index:
         self.orders: dict[int, _Order] = {}
         self._ranks: list[int] = []  # a heap of their priorities, negated
         self.delayed: list[tuple[float, int, int, bytes]] = []
+        self.due: dict[bytes, float] = {}  # since when: those that were delayed
         self.tokens: dict[bytes, str] = {}  # of leases given by this object
         self.leases: dict[bytes, _Lease] = {}
         self.unlooked: list[bytes] = []  # inflight, not yet in leases
@@ -3374,13 +3397,14 @@ class _Index:
                 order = self.orders.get(priority)
                 if order and order.peek() == old >> 64:
                     order.pop()  # taken by another process: no line to read
+            self.due.pop(key, None)
         self.entries[key] = place << 64 | length << 32 | low
         self.counts[state] += 1
         if state == _DONE:
             return
         self.live_of[_FILE_OF[state]] += length
         if state == _PENDING:
-            self._order(priority).places.append(place)
+            self._join(key, place, priority, run_at)
         elif state == _DELAYED:
             heapq.heappush(self.delayed, (run_at, place, priority, key))
         elif state == _INFLIGHT:
@@ -3408,12 +3432,20 @@ class _Index:
         """Let delayed jobs that are due join the others by their place."""
         while self.delayed and self.delayed[0][0] <= now:
             if self._is_delayed(self.delayed[0]):
-                _, place, priority, key = self.delayed[0]
-                heapq.heappush(self._order(priority).late, place)
+                run_at, place, priority, key = self.delayed[0]
+                self._join(key, place, priority, run_at)
                 self.entries[key] -= _DELAYED - _PENDING
                 self.counts[_DELAYED] -= 1
                 self.counts[_PENDING] += 1
             heapq.heappop(self.delayed)
+
+    def _join(self, key: bytes, place: int, priority: int, run_at: float) -> None:
+        order = self._order(priority)
+        if run_at:
+            heapq.heappush(order.late, place)
+            self.due[key] = run_at
+        else:
+            order.places.append(place)
 
     def _is_delayed(self, item: tuple[float, int, int, bytes]) -> bool:
         entry = self.entries.get(item[3], _DONE)
@@ -3477,10 +3509,9 @@ class _Index:
         moved = dict(zip(old, [entry >> 64 for entry in self._new]))
         orders, self.orders = self.orders, {}
         for priority, order in orders.items():
-            waiting = sorted(order.waiting())
-            places = [moved[place] for place in waiting if place in moved]
-            if places:
-                self.orders[priority] = _Order(priority, places)
+            order.move(moved)
+            if order:
+                self.orders[priority] = order
         self._ranks = sorted([-priority for priority in self.orders])
         self.delayed = [
             (run_at, moved[place], priority, key)
@@ -5001,15 +5032,21 @@ _LITE_COUNTS = """SELECT  -- each by its own index
     (SELECT min(run_at) FROM tiny_queue_jobs
     INDEXED BY tiny_queue_delayed
     WHERE queue = :name AND state = 'delayed' AND run_at > :now)"""
-_LITE_OLDEST = """SELECT  -- the head of one priority, or of those below another
-    priority, max(created_at, run_at) FROM tiny_queue_jobs
+_LITE_OLDEST = """SELECT  -- the first never delayed, of the highest priority below
+    priority, created_at FROM tiny_queue_jobs
     INDEXED BY tiny_queue_ready
-    WHERE queue = ? AND state = 'ready' AND priority < ?
+    WHERE queue = ? AND state = 'ready' AND priority < ? AND run_at = 0
     ORDER BY priority DESC, place LIMIT 1"""
-_LITE_OLDEST_LATE = """SELECT  -- delayed, and due by now
-    min(max(created_at, run_at)) FROM tiny_queue_jobs
+_LITE_OLDEST_LATE = """SELECT  -- those that were delayed are in no order of theirs
+    min(run_at) FROM (
+        SELECT run_at FROM tiny_queue_jobs
+    INDEXED BY tiny_queue_ready
+    WHERE queue = :name AND state = 'ready' AND run_at > 0
+        UNION ALL
+        SELECT run_at FROM tiny_queue_jobs
     INDEXED BY tiny_queue_delayed
-    WHERE queue = ? AND state = 'delayed' AND run_at <= ?"""
+    WHERE queue = :name AND state = 'delayed' AND run_at <= :now
+    )"""
 _LITE_SIZE = """SELECT  -- of the whole database
     (page_count - freelist_count) * page_size
     FROM pragma_page_count, pragma_freelist_count, pragma_page_size"""
@@ -6164,7 +6201,8 @@ class _LiteEngine(_LiteMoves):
 
     def _oldest(self, db: Any, now: float) -> float | None:
         """Of the first of each priority, and of those that have become due."""
-        since = db.execute(_LITE_OLDEST_LATE, (self._name, now)).fetchone()[0]
+        keys = {"name": self._name, "now": now}
+        since = db.execute(_LITE_OLDEST_LATE, keys).fetchone()[0]
         priority = _MAX_PRIORITY + 1
         while True:
             row = db.execute(_LITE_OLDEST, (self._name, priority)).fetchone()
@@ -6659,17 +6697,22 @@ SELECT NOW
 """
 
 _PG_COUNTS = """
--- Each count reads one partial index; `oldest` asks the head of each priority.
+-- Each count reads one partial index; `oldest` asks the first job of each
+-- priority that was never delayed, and all that were.
 WITH RECURSIVE head AS (
-    (SELECT priority, greatest(created_at, run_at) AS since
-    FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
+    (SELECT priority, created_at AS since
+    FROM HOME.tiny_queue_job
+    WHERE queue = %(queue)s AND state = 'ready' AND run_at = 0
     ORDER BY priority DESC, place LIMIT 1)
     UNION ALL
     SELECT below.* FROM head CROSS JOIN LATERAL (
-        SELECT priority, greatest(created_at, run_at)
+        SELECT priority, created_at
         FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
-            AND priority < head.priority
+            AND run_at = 0 AND priority < head.priority
         ORDER BY priority DESC, place LIMIT 1) AS below
+), ready AS (
+    SELECT count(*) AS jobs, min(run_at) FILTER (WHERE run_at > 0) AS since
+    FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
 ), delayed AS (
     SELECT count(*) AS jobs, count(*) FILTER (WHERE run_at <= NOW) AS due,
         min(run_at) FILTER (WHERE run_at <= NOW) AS since,
@@ -6677,16 +6720,15 @@ WITH RECURSIVE head AS (
     FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'delayed'
 )
 SELECT
-    (SELECT count(*) FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND state = 'ready') + jobs,
-    jobs - due,
+    ready.jobs + delayed.jobs,
+    delayed.jobs - due,
     (SELECT count(*) FROM HOME.tiny_queue_job
         WHERE queue = %(queue)s AND state = 'inflight'),
     (SELECT count(*) FROM HOME.tiny_queue_job
         WHERE queue = %(queue)s AND state = 'dead'),
-    0, least((SELECT min(since) FROM head), since), next,
+    0, least((SELECT min(since) FROM head), ready.since, delayed.since), next,
     pg_total_relation_size('HOME.tiny_queue_job')
-FROM delayed
+FROM ready, delayed
 """
 
 _PG_LOCK = """
