@@ -48,6 +48,7 @@ import datetime
 import decimal
 import enum
 import errno
+import faulthandler
 import fcntl
 import functools
 import gc
@@ -98,6 +99,9 @@ SEED = int(os.environ.get("TQ_SEED", "1"))
 ROOT = os.path.dirname(os.path.abspath(__file__))
 STATES = ("pending", "inflight", "dead")
 PATIENCE = 20.0  # seconds before something that must happen counts as not happening
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Helpers
 # =============================================================================
@@ -670,7 +674,24 @@ def needs(flag):
     return mark
 
 
-class Case(unittest.TestCase):
+class Limited(unittest.TestCase):
+    """A test that may take so long: then its process says where each thread is,
+    and ends, as nothing else is sure to end a test that hangs."""
+
+    limit = 3600.0 if DEEP else 120.0  # seconds
+
+    def run(self, result=None):
+        if self.limit:
+            faulthandler.dump_traceback_later(
+                self.limit, exit=True, file=sys.__stderr__
+            )
+        try:
+            return super().run(result)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class Case(Limited):
     """A test with a fresh directory; what it opens and spawns is ended."""
 
     place = PLACES[0]
@@ -2791,7 +2812,7 @@ def quick(attempt):
     return 0.0
 
 
-class WorkerCase(unittest.TestCase):
+class WorkerCase(Limited):
     """A queue and a worker that ends when there is nothing left."""
 
     place = PLACES[0]
@@ -10176,7 +10197,7 @@ class Screen(io.StringIO):
         return True
 
 
-class CommandLineCase(unittest.TestCase):
+class CommandLineCase(Limited):
     """Runs commands in a temporary directory, where `jobs` is the queue; on
     other engines than files its URL is given in the place of that word."""
 
@@ -12957,7 +12978,7 @@ def _range_lock(kind: int, start: int = 0, length: int = 0) -> bytes:
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)
 
 
-class SimulatedDiskFidelityTests(unittest.TestCase):
+class SimulatedDiskFidelityTests(Limited):
     """The simulated calls answer as the kernel's do."""
 
     FLAGS = [
@@ -13060,7 +13081,7 @@ class SimulatedDiskFidelityTests(unittest.TestCase):
         self.assertGreater(len(seen), 40, "the random calls met too few cases")
 
 
-class SimulatedDiskCrashTests(unittest.TestCase):
+class SimulatedDiskCrashTests(Limited):
     """The crash states are those that can be counted by hand."""
 
     def setUp(self) -> None:
@@ -13248,7 +13269,7 @@ def _fail_once(name: str, code: int) -> Any:
     return hook
 
 
-class SimulatedProcessTests(unittest.TestCase):
+class SimulatedProcessTests(Limited):
     """Faults, deaths and locks of simulated processes."""
 
     def setUp(self) -> None:
@@ -13351,10 +13372,16 @@ class SimulatedProcessTests(unittest.TestCase):
 # TQ_MUTANTS=1 tries all, TQ_MUTANTS=0:9 the first nine of the table.
 _part = os.environ.get("TQ_MUTANTS", "").split(":")
 PART = slice(int(_part[0]), int(_part[1])) if len(_part) == 2 else slice(None)
-TORN = 4096 if DEEP else 32
+TORN = 4096 if DEEP else 12
 SMALL = {"_BALLAST": 0, "_MIB": 1 << 20, "_IDLE_SLACK": 1 << 16}
 
 OPTIONS: dict[str, Any] = {"backoff": lambda n: 0.0, "lock_timeout": 0.02}
+
+
+def thinned(cases: Iterable[Any], stride: int) -> Iterator[Any]:
+    """Each stride-th of the cases; all of them with TQ_DEEP=1."""
+    return itertools.islice(cases, 0, None, 1 if DEEP else stride)
+
 
 State = Optional[tuple[str, int]]  # of a job: where, attempts; None: not there
 
@@ -13716,7 +13743,7 @@ class World:
 CRASH_FIRST = ("stats", "put z1", "put_id z1 z", "get", "put_many z1 z2", "compact")
 
 
-class CrashCase(unittest.TestCase):
+class CrashCase(Limited):
     """Checks one crash state; the failure message says how to get it again."""
 
     rng = random.Random(SEED)
@@ -13969,15 +13996,15 @@ class PowerCutTests(CrashCase):
 
     def test_each_operation(self) -> None:
         """With fsync=True all that was acknowledged survives."""
-        self.enumerate(SCRIPTS, 400)
+        self.enumerate(SCRIPTS, 240)
 
     def test_mixed_processes(self) -> None:
         """What fsync=True acknowledged survives beside fsync=False."""
-        self.enumerate(MIXED, 150)
+        self.enumerate(MIXED, 80)
 
     def test_unasked_compaction(self) -> None:
         """So too when an operation compacts on the way."""
-        self.enumerate(AUTO, 60, _MIB=500)
+        self.enumerate(AUTO, 30, _MIB=500)
 
 
 def wander(rng: random.Random) -> World:
@@ -14020,7 +14047,7 @@ class RandomScriptTests(CrashCase):
 
     def test_random_scripts(self) -> None:
         """Nothing acknowledged is lost, whatever was done in whatever order."""
-        for number in range(160 if DEEP else 26):
+        for number in range(160 if DEEP else 10):
             rng = random.Random(f"{SEED} {number}")
             with small(_MIB=rng.choice([600, 1 << 20])):
                 world = wander(rng)
@@ -14073,18 +14100,17 @@ class NestedCrashTests(CrashCase):
         for name, world in worlds(scripts, **sizes):
             with self.subTest(name):
                 states = world.disk.process_death_states(torn_limit=3)
-                for number, (label, disk) in enumerate(states):
-                    if DEEP or number % share == 0:
-                        self.count("crashed")
-                        self.recover(name, label, disk, world.history)
+                for label, disk in thinned(states, share):
+                    self.count("crashed")
+                    self.recover(name, label, disk, world.history)
 
     def test_each_operation(self) -> None:
         """Nothing is lost, whoever acknowledges on whatever a crash has left."""
-        self.enumerate(SCRIPTS, 5)
+        self.enumerate(SCRIPTS, 11)
 
     def test_mixed_processes(self) -> None:
         """So too where a careless process or compactor died."""
-        self.enumerate(MIXED, 3)
+        self.enumerate(MIXED, 7)
 
 
 class NewDirectoryTests(CrashCase):
@@ -14192,7 +14218,7 @@ class FailureTests(CrashCase):
         moments = range(start, end + 1)
         if not DEEP or self.share > 1:
             moments = sorted({self.rng.randint(start, end), end})
-        limit = 6 if DEEP else 6 // self.share
+        limit = 6 if DEEP or self.share == 1 else 1
         for label, disk in world.disk.power_states(
             self.rng, limit, at=moments, level=world.history.level
         ):
@@ -14301,7 +14327,7 @@ class FailingSyncTests(FailureTests):
         threads = [threading.Thread(target=put, args=(f"p{n}",)) for n in (1, 2, 3)]
         for thread in threads:
             thread.start()
-        for _ in range(5000):
+        for _ in range(200):  # they may also be led by one who waits for the first
             if len([op for op in disk.log if op[0] == "write"]) == 3:
                 break
             threads[0].join(0.001)
@@ -14313,7 +14339,7 @@ class FailingSyncTests(FailureTests):
 class FailingCallTests(FailureTests):
     """Any call may fail: QueueError, nothing lost, nothing leaked, works again."""
 
-    share = 5
+    share = 9
     CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR)
 
     def test_every_call(self) -> None:
@@ -14327,7 +14353,7 @@ class FailingCallTests(FailureTests):
     def test_every_short_write(self) -> None:
         """A put that fits in part is cut back whole."""
         for script in ("A put p0 | A put_id p1 x", "A put p0 | A put_many p1 p2"):
-            for size in range(0, 2000, 1 if DEEP else 3):
+            for size in range(0, 2000, 1 if DEEP else 7):
                 world, raised, start = self.fail_short(script, size)
                 if raised == "A":
                     break
@@ -14918,7 +14944,7 @@ def tests_of(name: str) -> list[unittest.TestCase]:
     return list(suite if isinstance(suite, unittest.TestSuite) else [suite])
 
 
-class MutantTableTest(unittest.TestCase):
+class MutantTableTest(Limited):
     """The table of mutants fits the module and leaves none of its syncs out."""
 
     WATCHED = frozenset(
@@ -14961,8 +14987,10 @@ class MutantTableTest(unittest.TestCase):
 
 @unittest.skipUnless(os.environ.get("TQ_MUTANTS"), "set TQ_MUTANTS=1: takes minutes")
 @unittest.skipUnless(hasattr(fcntl, "F_OFD_SETLK"), "a part can be told on Linux only")
-class MutantTests(unittest.TestCase):
+class MutantTests(Limited):
     """Tests of the tests: each weakened copy of the module must fail some of them."""
+
+    limit = 0.0  # the tests that it runs have one, as have trials
 
     def test_no_mutant_survives(self) -> None:
         """Remove one sync, check or order at a time."""
@@ -15162,7 +15190,7 @@ def fresh(host, **options):
         guest.kill()
 
 
-class FaultCase(unittest.TestCase):
+class FaultCase(Limited):
     """Prints one closing line with what it enumerated."""
 
     maxDiff = 2000
@@ -15556,8 +15584,8 @@ class InterruptTest(FaultCase):
             (name, True) for name in FIRST_CALLS
         ]:
             lines, self.allowed[name, cold] = self.lines_of(name, cold)
-            for at in range(1, lines + 1):
-                for error in errors if DEEP else errors[at % 4 == 0 :][:1]:
+            for at in thinned(range(1, lines + 1), 3):
+                for error in errors if DEEP else errors[at % 4 == 1 :][:1]:
                     yield name, cold, at, error
 
     def check(self, case):
@@ -15622,7 +15650,7 @@ class BitFlipTest(FaultCase):
     def test_any_flipped_bit_costs_at_most_its_line(self):
         """One flipped bit: the queue opens twice alike, invents and alters
         nothing, loses at most its line's job, and keeps the damaged bytes."""
-        self.share(self.check, self.flips())
+        self.share(self.check, thinned(self.flips(), 7))  # odd: each bit's turn comes
 
 
 # Row 10: junk, truncation, files missing, stale, swapped
@@ -15699,13 +15727,13 @@ class WreckedFilesTest(FaultCase):
         self.wreck("truncations", (
             {**self.tree, path: data[:size]}
             for path, data in self.tree.items()
-            for size in range(len(data))
+            for size in thinned(range(len(data)), 3)
         ))  # fmt: skip
 
     def test_two_files_truncated(self):
         """Two files may end anywhere, each for itself."""
         pairs = []
-        for _ in range(20_000 if DEEP else 2500):
+        for _ in range(20_000 if DEEP else 1000):
             one, two = self.rng.sample(PATHS, 2)
             tree = dict(self.tree)
             for path in (one, two):
@@ -16130,12 +16158,12 @@ class InterleavingTest(FaultCase):
             for who in range(len(scripts)):
                 lengths.append(perform(number, [(who, FOREVER, False)]).calls[who])
             for who, other in itertools.permutations(range(len(scripts)), 2):
-                for at in range(lengths[who]):
+                for at in thinned(range(lengths[who]), 3):
                     singles.append(
                         (number, ((who, at, False), (other, FOREVER, False)))
                     )
                     singles.append((number, ((who, at, True), (other, FOREVER, False))))
-            for _ in range(98_000 // len(PLAYS) if DEEP else 15):
+            for _ in range(98_000 // len(PLAYS) if DEEP else 6):
                 plan = []
                 for _ in range(rng.choice((2, 3))):
                     who = rng.randrange(len(scripts))
@@ -16503,7 +16531,7 @@ class ModelTest(FaultCase):
     def test_random_histories_agree_with_a_model(self):
         """Every operation, reopening and crashes among them, in random order on
         two processes: results, order and states are the model's."""
-        count = 20_000 if DEEP else 300
+        count = 20_000 if DEEP else 200
         self.share(self.check, [f"{SEED}:{n}" for n in range(count)])
 
 
@@ -17189,7 +17217,11 @@ class ReadmeTest(Case):
 
 
 class ExamplesTest(Case):
-    ARGUMENTS = {"quickstart.py": ["input"], "latency.py": ["0.2"]}
+    ARGUMENTS = {
+        "quickstart.py": ["input"],
+        "latency.py": ["0.2"],
+        "compare.py": ["--jobs", "50"],
+    }
     # compare.py measures for ten seconds and more; ExampleScriptsTest and
     # CompareTest run these, and look at what they say.
     ELSEWHERE = {
@@ -17227,42 +17259,68 @@ if __name__ == "__main__":
     unittest.main()
 
 
-# Two enumerations beside the other tests
+# The longest tests beside the others
 # =============================================================================
 
-ENUMERATIONS = (
-    [InterleavingTest, ProcessDeathTests, PowerCutTests, RandomScriptTests]
-    + [NestedCrashTests, NewDirectoryTests],
-    [FailingSyncTests, FailingCallTests, BitFlipTest, WreckedFilesTest, ModelTest]
-    + [InterruptTest],
-    [*TWINS, ExactlyOnceTest, SqliteTest] + [EngineHistoriesTest] * (not LIGHT)
-    + [WorkTest, HelpTest, ExampleScriptsTest],
-)  # fmt: skip
+ENUMERATIONS = [
+    *(InterruptTest, InterleavingTest, FailingSyncTests, PowerCutTests, BitFlipTest),
+    *(NestedCrashTests, NewDirectoryTests, RandomScriptTests, FailingCallTests),
+    *(ModelTest, WreckedFilesTest, ProcessDeathTests, EngineHistoriesTest),
+]
+BESIDE = ENUMERATIONS * (not LIGHT) + [
+    *(WorkTest, *TWINS, ExactlyOnceTest, SqliteTest, HelpTest, ExampleScriptsTest)
+]
 
 
-class EnumerationsTest(unittest.TestCase):
+class HandedOut(unittest.TestSuite):
+    """The tests of the classes whose numbers this process reads from a pipe,
+    which it shares with others: who has done with one takes the next."""
+
+    _cleanup = False  # it has no list to remove from what was run
+
+    def __init__(self, fd):
+        super().__init__()
+        self.fd = fd
+
+    def __iter__(self):
+        while number := os.read(self.fd, 4):
+            yield from unittest.TestLoader().loadTestsFromTestCase(BESIDE[int(number)])
+
+
+class EnumerationsTest(Limited):
     """The enumerations, the contract on other engines than files and what starts
     many processes ran in processes of their own meanwhile: with two cores that
     takes half the time."""
 
+    limit = 0.0  # each of their tests has one
     children: list[subprocess.Popen] = []
 
     @classmethod
     def start(cls):
-        for cases in ENUMERATIONS[-1:] if LIGHT else ENUMERATIONS:
-            names = [f"{__name__}.{case.__name__}" for case in cases]
-            command = [sys.executable, "-m", "unittest", *names]
+        reader, writer = os.pipe()
+        os.write(writer, b"".join(b"%4d" % number for number in range(len(BESIDE))))
+        os.close(writer)
+        code = f"import {__name__} as t; t.EnumerationsTest.work({reader})"
+        for _ in range(JOBS + 1):  # some of these tests wait more than they run
             cls.children.append(
                 subprocess.Popen(
-                    command,
+                    [sys.executable, "-c", code],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     cwd=ROOT,
                     env={**os.environ, "TQ_JOBS": "1"},
+                    pass_fds=[reader],
                     text=True,
                 )
             )
+        os.close(reader)
+
+    @staticmethod
+    def work(fd):
+        os.set_inheritable(fd, False)
+        result = unittest.TextTestRunner().run(HandedOut(fd))
+        sys.exit(not result.wasSuccessful())
 
     def test_enumerations(self):
         """Each of them passed; their closing lines are repeated here."""
@@ -17277,21 +17335,17 @@ class EnumerationsTest(unittest.TestCase):
 
 
 def load_tests(loader, tests, pattern):
-    """All tests were asked for: run the enumerations beside the others."""
+    """All tests were asked for: run the longest beside the others."""
     if NO_POSTGRES and "TQ_JOBS" not in os.environ:
         line = f"PostgreSQL was not tested: {NO_POSTGRES}"
         atexit.register(print, line, file=sys.stderr, flush=True)
-    heavy = {EngineHistoriesTest, *itertools.chain(*ENUMERATIONS)}
     if loader.testNamePatterns:
         return tests
     if os.environ.get("TQ_MUTANTS"):
         return loader.loadTestsFromTestCase(MutantTests)
+    elsewhere = {*BESIDE, *ENUMERATIONS, EnumerationsTest}
     suite = unittest.TestSuite(
-        case
-        for group in tests
-        if not heavy & {type(case) for case in group}
-        and not any(isinstance(case, EnumerationsTest) for case in group)
-        for case in group
+        case for group in tests for case in group if type(case) not in elsewhere
     )
     EnumerationsTest.start()
     suite.addTest(EnumerationsTest("test_enumerations"))
