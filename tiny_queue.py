@@ -8354,6 +8354,8 @@ def _abandon_output() -> None:
 # Arguments of the command line
 # -----------------------------------------------------------------------------
 
+_Option = tuple[str, dict[str, Any]]
+
 # Name: words behind DIR; options; summary; examples, which make one session.
 # One that has --dir needs no DIR.
 _COMMANDS = {
@@ -8442,92 +8444,6 @@ _COMMANDS = {
 }
 
 
-class _Options:
-    """Adds those of all options that a command has to its parser."""
-
-    def __init__(self, parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-        self._parser = parser
-        self._names = names
-
-    def add(self, name: str, help: str, *flags: str, **settings: Any) -> None:
-        if name in self._names:
-            flags = flags or (f"--{name}",)
-            self._parser.add_argument(*flags, help=help, **settings)
-
-    def time(
-        self, name: str, help: str, *flags: str, default: float | None = None
-    ) -> None:
-        kind = _argument(_seconds, "a time like 90, 15m, 2h or 1d")
-        self.add(name, help, *flags, default=default, type=kind, metavar="TIME")
-
-    def switch(self, name: str, help: str, *flags: str) -> None:
-        self.add(name, help, *flags, action="store_true")
-
-    def number(
-        self, name: str, help: str, low: int, default: int | None = None
-    ) -> None:
-        parse = functools.partial(_whole, low)
-        kind = _argument(parse, f"a whole number from {low} up")
-        self.add(name, help, type=kind, default=default, metavar="N")
-
-
-def _add_job_options(options: _Options) -> None:
-    options.add(
-        "name",
-        "the queue's name (default: default)",
-        "-n",
-        "--name",
-        default="default",
-        metavar="NAME",
-    )
-    options.switch("json", "answer in JSON on a terminal too")
-    options.switch("string", "PAYLOAD is text, not JSON", "-s", "--string")
-    options.add("id", "the job's id; refused while that is in the queue")
-    options.switch("exist-ok", "print the job that has the --id already, status 0")
-    options.time("delay", "due in that time: 90, 15m, 2h, 1d", default=0.0)
-    options.add(
-        "at",
-        "due then: 2030-12-31T08:00 or epoch seconds",
-        type=_argument(_moment, "an instant like 2030-12-31T08:00"),
-    )
-    options.number("priority", "higher goes first (default: 0)", -_MAX_PRIORITY - 1, 0)
-    options.number("max-retries", "retries before it is dead (default: 3)", 0)
-    options.time("timeout", "wait so long for a job", default=0.0)
-    options.time("lease", "time after which it is delivered anew (default: 5m)")
-    options.add("error", "what went wrong; kept with the job")
-    options.time("retry-delay", "retry in that time, not after the backoff", "--delay")
-    options.switch("dead", "no retry can help")
-    options.add("state", "only jobs of that state", choices=_NAME_OF)
-    options.number("limit", "list at most that many", 0)
-    options.switch("prometheus", "answer in Prometheus' text format")
-    options.time("interval", "between two looks (default: 1)", default=1.0)
-    options.switch("all", "all dead jobs, not one ID")
-    options.add(
-        "to-name", "the queue's name in TARGET (default: the same)", metavar="NAME"
-    )
-    options.time("older-than", "only jobs not touched for so long")
-    options.time("or-older-than", "and jobs not renewed for so long", "--older-than")
-    options.switch("yes", "do not ask", "-y", "--yes")
-
-
-def _add_run_options(options: _Options) -> None:
-    """Of the commands that run workers or measure."""
-    import argparse
-
-    options.number("processes", "worker processes (default: 1)", 1, 1)
-    options.number("threads", "jobs at a time in each (default: 1)", 1, 1)
-    options.time(
-        "job-timeout", "fail a job that runs longer, kill its process", "--timeout"
-    )
-    options.number("max-jobs", "stop after that many deliveries in all", 1)
-    options.switch("stop-when-empty", "stop when no job is due")
-    options.add("report-to", argparse.SUPPRESS, type=int)  # the supervisor's pipe
-    options.add("dir", "the same as DIR (default: here)", default=".", metavar="D")
-    options.number("jobs", "waiting jobs (default: 100000, about a minute)", 1, 100_000)
-    options.switch("markdown", "answer as the README's table")
-    options.add("measure", argparse.SUPPRESS)  # what a child process is to do
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
     """Parse by hand up to the command, then with that command's parser.
 
@@ -8538,17 +8454,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         argv = [argv[2], *argv[:2], *argv[3:]]
     if not argv or argv[0] not in _COMMANDS:
         return _main_parser().parse_args(argv[:1])  # no: it helps or refuses
-    name = argv[0]
-    parser = _command_parser(name)
+    parser = _command_parser(argv[0])
     args = parser.parse_intermixed_args(argv[1:])
-    if hasattr(args, "dir"):
-        if args.words[1:]:
-            parser.error(f"too many arguments: {' '.join(map(repr, args.words))}")
-        args.dir = args.words[0] if args.words else args.dir
-    else:
-        everything = getattr(args, "all", False)
-        _bind(parser, args, [] if everything else _COMMANDS[name][0].split())
-    args.run = globals()[f"_cmd_{name}"]
+    args.run = globals()[f"_cmd_{argv[0]}"]
+    home = getattr(args, "dir", os.environ.get("TINY_QUEUE_DIR"))
+    words = [] if getattr(args, "all", False) else _COMMANDS[argv[0]][0].split()
+    if home and len(args.words) <= len(words):
+        args.words = [home, *args.words]
+    missing = ["DIR", *words][len(args.words) :]
+    if missing:
+        hint = "" if home else "; TINY_QUEUE_DIR can stand in for DIR"
+        parser.error(f"missing: {' '.join(missing)}{hint}")
+    args.dir, *args.given = args.words
+    if extra := args.given[len(words) :]:
+        parser.error(f"too many arguments: {' '.join(map(repr, extra))}")
     return args
 
 
@@ -8607,39 +8526,22 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
         epilog="\n  ".join(["example:" if len(calls) == 1 else "examples:", *calls]),
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    some = _Options(parser, ["name", "json", *options.split()])
-    _add_job_options(some)
-    _add_run_options(some)
+    for option in ["name", "json", *options.split()]:
+        flags, settings = _OPTIONS[option]
+        settings = {"help": argparse.SUPPRESS, **settings}
+        parser.add_argument(*(flags or f"--{option}").split(), **settings)
     return parser
-
-
-def _bind(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, names: list[str]
-) -> None:
-    """Give the words their names; DIR is the one that may be missing."""
-    words, home = args.words, os.environ.get("TINY_QUEUE_DIR", "")
-    wanted = ["DIR", *names]
-    if home and len(words) <= len(names):
-        words = [home, *words]
-    if len(words) < len(wanted):
-        missing = " ".join(wanted[len(words) :])
-        hint = "" if home else "; TINY_QUEUE_DIR can stand in for DIR"
-        parser.error(f"missing: {missing}{hint}")
-    if len(words) > len(wanted):
-        extra = " ".join(map(repr, words[len(wanted) :]))
-        parser.error(f"too many arguments: {extra}")
-    args.dir = words[0]
-    args.given = words[1:]
 
 
 def _argument(parse: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
     """A type for argparse that says what was wanted."""
-    import argparse
 
     def convert(text: str) -> Any:
         try:
             return parse(text)
         except (ValueError, OverflowError):
+            import argparse
+
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
 
     return convert
@@ -8650,10 +8552,6 @@ def _seconds(text: str) -> float:
     unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
     number = float(text[:-1] if unit else text)
     return _delay(number * (unit or 1))
-
-
-def _whole(low: int, text: str) -> int:
-    return _integer("number", int(text), low, 2**31 - 1)
 
 
 def _moment(text: str) -> float:
@@ -8668,6 +8566,72 @@ def _moment(text: str) -> float:
         ).timestamp()
 
 
+def _option(help: str, flags: str = "", **settings: Any) -> _Option:
+    return flags, {"help": help, **settings}
+
+
+def _flag_option(help: str, flags: str = "") -> _Option:
+    return _option(help, flags, action="store_true")
+
+
+def _time_option(help: str, flags: str = "", default: float | None = None) -> _Option:
+    kind = _argument(_seconds, "a time like 90, 15m, 2h or 1d")
+    return _option(help, flags, default=default, type=kind, metavar="TIME")
+
+
+def _count_option(help: str, low: int, default: int | None = None) -> _Option:
+    def parse(text: str) -> int:
+        return _integer("number", int(text), low, 2**31 - 1)
+
+    kind = _argument(parse, f"a whole number from {low} up")
+    return _option(help, default=default, type=kind, metavar="N")
+
+
+# Flags, "" for --KEY, and what argparse is to know; without help it is hidden.
+_OPTIONS: dict[str, _Option] = {
+    "name": _option(
+        "the queue's name (default: default)", "-n --name", default="default"
+    ),
+    "json": _flag_option("answer in JSON on a terminal too"),
+    "string": _flag_option("PAYLOAD is text, not JSON", "-s --string"),
+    "id": _option("the job's id; refused while that is in the queue"),
+    "exist-ok": _flag_option("print the job that has the --id already, status 0"),
+    "delay": _time_option("due in that time: 90, 15m, 2h, 1d", default=0.0),
+    "at": _option(
+        "due then: 2030-12-31T08:00 or epoch seconds",
+        type=_argument(_moment, "an instant like 2030-12-31T08:00"),
+    ),
+    "priority": _count_option("higher goes first (default: 0)", -_MAX_PRIORITY - 1, 0),
+    "max-retries": _count_option("retries before it is dead (default: 3)", 0),
+    "timeout": _time_option("wait so long for a job", default=0.0),
+    "lease": _time_option("time after which it is delivered anew (default: 5m)"),
+    "error": _option("what went wrong; kept with the job"),
+    "retry-delay": _time_option("retry in that time, not after the backoff", "--delay"),
+    "dead": _flag_option("no retry can help"),
+    "state": _option("only jobs of that state", choices=_NAME_OF),
+    "limit": _count_option("list at most that many", 0),
+    "prometheus": _flag_option("answer in Prometheus' text format"),
+    "interval": _time_option("between two looks (default: 1)", default=1.0),
+    "all": _flag_option("all dead jobs, not one ID"),
+    "to-name": _option("its name in TARGET (default: the same)", metavar="NAME"),
+    "older-than": _time_option("only jobs not touched for so long"),
+    "or-older-than": _time_option("and jobs not renewed for so long", "--older-than"),
+    "yes": _flag_option("do not ask", "-y --yes"),
+    "processes": _count_option("worker processes (default: 1)", 1, 1),
+    "threads": _count_option("jobs at a time in each (default: 1)", 1, 1),
+    "job-timeout": _time_option(
+        "fail a job that runs longer, kill its process", "--timeout"
+    ),
+    "max-jobs": _count_option("stop after that many deliveries in all", 1),
+    "stop-when-empty": _flag_option("stop when no job is due"),
+    "report-to": ("", {"type": int}),  # the supervisor's pipe
+    "dir": _option("the same as DIR (default: here)", default=".", metavar="D"),
+    "jobs": _count_option("waiting jobs (default: 100000, about a minute)", 1, 100_000),
+    "markdown": _flag_option("answer as the README's table"),
+    "measure": ("", {}),  # what a child process is to do
+}
+
+
 # What reaches a terminal
 # -----------------------------------------------------------------------------
 
@@ -8676,50 +8640,52 @@ class _Out:
     """Standard output: aligned on a terminal, else JSON lines."""
 
     def __init__(self, as_json: bool) -> None:
-        self.terminal = _is_terminal(sys.stdout)
-        self.human = self.terminal and not as_json
-        self.ansi = self.terminal and os.environ.get("TERM", "") != "dumb"
-        if _WINDOWS and "WT_SESSION" not in os.environ:
-            self.ansi = False  # the old console shows escapes as they are
-        self._colour = self.ansi and not os.environ.get("NO_COLOR")
-        self.done = ""  # what an error of the output does not undo
+        if sys.stdout is None:
+            raise _RefusalError("standard output is closed")
         if isinstance(sys.stdout, io.TextIOWrapper):  # which may be ASCII only
             sys.stdout.reconfigure(errors="backslashreplace")
+        terminal = _is_terminal(sys.stdout)
+        old_console = _WINDOWS and "WT_SESSION" not in os.environ  # shows escapes
+        self.human = terminal and not as_json
+        self.ansi = terminal and not old_console and os.environ.get("TERM") != "dumb"
+        self._colour = self.ansi and not os.environ.get("NO_COLOR")
+        self.done = ""  # what an error of the output does not undo
 
     def line(self, text: str) -> None:
-        if sys.stdout is None:
-            raise self._failed("standard output is closed")
-        sys.stdout.write(_encodable(text, sys.stdout) + "\n")
+        sys.stdout.write(f"{text}\n")
 
     def flush(self) -> None:
         try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
         except BrokenPipeError:
             raise
         except OSError as exc:
-            raise self._failed(f"cannot write the answer: {exc.strerror}") from exc
-
-    def _failed(self, why: str) -> _RefusalError:
-        done = f"; but this was done: {self.done}" if self.done else ""
-        return _RefusalError(why + done)
+            done = f"; but this was done: {self.done}" if self.done else ""
+            why = f"cannot write the answer: {exc.strerror}{done}"
+            raise _RefusalError(why) from exc
 
     def json(self, value: object) -> None:
         # ASCII, and DEL is the one control character that json leaves raw.
         self.line(json.dumps(value).replace("\x7f", "\\u007f"))
+
+    def answer(self, text: str, value: object) -> None:
+        """Text for a person, else the value."""
+        self.line(_visible(text)) if self.human else self.json(value)
 
     def paint(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour and code else text
 
     def pairs(self, pairs: Iterable[tuple[str, str]]) -> None:
         for name, value in pairs:
-            self.line(f"{self.paint(f'{name:<14}', _DIM)} {value}")
+            self.line(f"{self.paint(f'{name:<14}', _DIM)} {_visible(value)}")
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
         """Write rows in blocks, so that a long list starts at once; count."""
-        rows, count = iter(rows), 0
+        import shutil
+
+        rows, count, columns = iter(rows), 0, shutil.get_terminal_size().columns
         while block := list(itertools.islice(rows, 500)):
-            lines = _aligned([header, *block], _columns())
+            lines = _aligned([header, *block], columns)
             if not count:
                 self.line(self.paint(lines[0], _BOLD))
             for line, row in zip(lines[1:], block):
@@ -8729,12 +8695,16 @@ class _Out:
 
 
 def _say(text: str) -> None:
-    """Write a message to standard error, if there is one."""
-    if sys.stderr is not None:
-        try:
-            sys.stderr.write(_encodable(_visible(text), sys.stderr) + "\n")
-        except OSError:
-            pass  # closed, and nowhere to say so
+    """Write a message to standard error."""
+    with contextlib.suppress(OSError, AttributeError):  # full, or None: it is closed
+        sys.stderr.write(f"{_visible(text)}\n")
+
+
+def _progress(text: str) -> None:
+    """Show, on a terminal, how far it is; "" ends the line."""
+    if _is_terminal(sys.stderr):
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -8751,51 +8721,16 @@ def _visible(text: str) -> str:
     )
 
 
-def _encodable(text: str, stream: Any) -> str:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _columns() -> int:
-    import shutil
-
-    return shutil.get_terminal_size().columns
-
-
-def _columns_of(text: str) -> int:
-    """Columns that a terminal needs for a text."""
-    if text.isascii():
-        return len(text)
-    import unicodedata
-
-    return sum(
-        0 if unicodedata.combining(char) else
-        1 + (unicodedata.east_asian_width(char) in "WF")
-        for char in text
-    )  # fmt: skip
-
-
-def _fit(text: str, columns: int) -> str:
-    """Cut a text to so many columns, two dots showing it."""
-    if _columns_of(text) <= columns:
-        return text
-    text = text[:columns]
-    while text and _columns_of(text) > columns - 2:
-        text = text[:-1]
-    return text + ".."
-
-
 def _aligned(rows: Sequence[Sequence[str]], columns: int) -> list[str]:
     """Lines of a table; the last column takes what the others leave."""
-    cells = [[_fit(_visible(cell), 300) for cell in row] for row in rows]
-    widths = [max(map(_columns_of, column)) for column in zip(*cells)][:-1]
-    lines = []
-    for row in cells:
-        padded = [
-            cell + " " * (width - _columns_of(cell)) for cell, width in zip(row, widths)
-        ]
-        lines.append(_fit("  ".join([*padded, row[-1]]), max(20, columns)))
-    return lines
+    cells = [[_cut(_visible(cell), 300) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)][:-1]
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in cells]
+    return [_cut(line, max(20, columns)) for line in lines]
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 2]}.."
 
 
 def _age(seconds: float) -> str:
@@ -8807,30 +8742,7 @@ def _age(seconds: float) -> str:
 
 
 def _when(instant: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(instant))
-    except (OverflowError, ValueError, OSError):  # 32-bit times end in 2038
-        return repr(instant)
-
-
-def _due_in(job: Job, now: float) -> str:
-    """What there is to know of a job's time, by its state."""
-    if job.state == "pending":
-        if job.run_at > now:
-            return f"in {_age(job.run_at - now)}"
-        return _age(now - max(job.created_at, job.run_at))
-    return _age(now - (job.leased_at or job.created_at))
-
-
-# What a shell script needs comes first.
-_JOB_FIELDS = (
-    "id token state attempts max_retries priority created_at run_at leased_at"
-    " lease_until last_error payload"
-).split()
-
-
-def _job_dict(job: Job) -> dict[str, Any]:
-    return {name: getattr(job, name) for name in _JOB_FIELDS}
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(instant))
 
 
 # Commands: each opens the queue, answers, and returns the exit status
@@ -8877,22 +8789,18 @@ def _cmd_put(args: argparse.Namespace, out: _Out) -> int:
             priority=args.priority,
             max_retries=args.max_retries,
         )
-    out.done = f"put job {_visible(job.id)}"
-    out.line(_visible(job.id)) if out.human else out.json(_job_dict(job))
+    out.done = f"put job {job.id}"
+    out.answer(job.id, _job_dict(job))
     return _OK
 
 
 def _payload(text: str) -> Any:
     """What JSON text says, if a queue takes it, or ValueError."""
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    _encode(value)
+    _encode(value)  # refuses NaN, too
     return value
 
 
@@ -8906,13 +8814,15 @@ def _put_lines(args: argparse.Namespace, out: _Out) -> int:
     with _open_queue(args) as queue:
         try:
             for lines in _line_batches():
-                payloads, error = _parse_lines(lines, number, args.string)
-                number += len(lines)
-                queue.put_many(payloads, delay=args.delay, priority=args.priority)
-                count += len(payloads)
-                _progress(f"{count} jobs put")
-                if error:
-                    raise _RefusalError(error)
+                payloads: list[Any] = []
+                try:
+                    for line in lines:
+                        number += 1
+                        payloads += _parse_line(line, number, args.string)
+                finally:
+                    queue.put_many(payloads, delay=args.delay, priority=args.priority)
+                    count += len(payloads)
+                    _progress(f"{count} jobs put")
         except BaseException:
             _progress("")
             _say(f"tiny_queue: {count} jobs were put, then it ended")
@@ -8938,29 +8848,15 @@ def _line_batches() -> Iterator[list[bytes]]:
         yield [last]
 
 
-def _parse_lines(
-    lines: list[bytes], number: int, as_text: bool
-) -> tuple[list[Any], str]:
-    """Payloads of the lines up to a bad one, and what is wrong with that."""
-    payloads = []
-    for line in lines:
-        number += 1
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
-            if as_text:
-                payloads.append(text)
-            elif text.strip():
-                payloads.append(_payload(text))
-        except ValueError as exc:
-            return payloads, f"line {number} is not valid JSON: {exc}"
-    return payloads, ""
-
-
-def _progress(text: str) -> None:
-    """Show, on a terminal, how far it is; "" ends the line."""
-    if _is_terminal(sys.stderr):
-        sys.stderr.write(f"\r\x1b[K{text}" if text else "\r\x1b[K")
-        sys.stderr.flush()
+def _parse_line(line: bytes, number: int, as_text: bool) -> list[Any]:
+    """The payload of a line; of a blank one there is none."""
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+        if as_text:
+            return [text]
+        return [_payload(text)] if text.strip() else []
+    except ValueError as exc:
+        raise _RefusalError(f"line {number} is not valid JSON: {exc}") from None
 
 
 def _cmd_get(args: argparse.Namespace, out: _Out) -> int:
@@ -9005,10 +8901,13 @@ def _cmd_ls(args: argparse.Namespace, out: _Out) -> int:
     now = time.time()
 
     def row(job: Job) -> list[str]:
-        delayed = job.state == "pending" and job.run_at > now
-        state = "delayed" if delayed else job.state
+        state, since = job.state, _age(now - (job.leased_at or job.created_at))
+        if state == "pending":
+            since = _age(now - max(job.created_at, job.run_at))
+            if job.run_at > now:
+                state, since = "delayed", f"in {_age(job.run_at - now)}"
         numbers = [f"{job.attempts}/{job.max_retries + 1}", str(job.priority)]
-        return [job.id, state, *numbers, _due_in(job, now), json.dumps(job.payload)]
+        return [job.id, state, *numbers, since, json.dumps(job.payload)]
 
     header = ["ID", "STATE", "TRIES", "PRIORITY", "SINCE", "PAYLOAD"]
     with _find_queue(args) as queue:
@@ -9048,16 +8947,25 @@ def _cmd_show(args: argparse.Namespace, out: _Out) -> int:
         out.json(_job_dict(job))
         return _OK
     for name, value in _job_dict(job).items():
-        if value is None or name == "payload":
-            continue
-        if name.endswith(("_at", "_until")):
+        if name.endswith(("_at", "_until")) and value is not None:
             value = _when(value) if value else "at once"
-        out.pairs([(name, _visible(str(value)))])
-    payload = json.dumps(job.payload, indent=2, ensure_ascii=False)
+        if name != "payload" and value is not None:
+            out.pairs([(name, str(value))])
     out.pairs([("payload", "")])
-    for line in payload.split("\n"):
+    for line in json.dumps(job.payload, indent=2, ensure_ascii=False).split("\n"):
         out.line(_visible(line))
     return _OK
+
+
+# What a shell script needs comes first.
+_JOB_FIELDS = (
+    "id token state attempts max_retries priority created_at run_at leased_at"
+    " lease_until last_error payload"
+).split()
+
+
+def _job_dict(job: Job) -> dict[str, Any]:
+    return {name: getattr(job, name) for name in _JOB_FIELDS}
 
 
 def _cmd_requeue(args: argparse.Namespace, out: _Out) -> int:
@@ -9090,8 +8998,7 @@ def _ask_to_purge(queue: Queue, args: argparse.Namespace) -> None:
     text = f"delete {getattr(queue.stats(), args.state)} {args.state} jobs"
     if args.older_than:
         text += f", as far as not touched for {_age(args.older_than)},"
-    text = _encodable(_visible(f"{text} of {queue.path!r}? [y/N] "), sys.stderr)
-    sys.stderr.write(text)
+    sys.stderr.write(_visible(f"{text} of {queue.path!r}? [y/N] "))
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise _RefusalError("nothing was deleted")
@@ -9211,10 +9118,8 @@ def _cmd_compact(args: argparse.Namespace, out: _Out) -> int:
         before = queue.stats().bytes
         queue.compact()
         after = queue.stats().bytes
-    if out.human:
-        out.line(f"compacted {before} to {after} bytes")
-    else:
-        out.json({"bytes_before": before, "bytes": after})
+    sizes = {"bytes_before": before, "bytes": after}
+    out.answer(f"compacted {before} to {after} bytes", sizes)
     return _OK
 
 
@@ -9233,10 +9138,7 @@ def _cmd_verify(args: argparse.Namespace, out: _Out) -> int:
 
 def _counted(out: _Out, verb: str, count: int) -> int:
     out.done = f"{verb} {count} job{'' if count == 1 else 's'}"
-    if out.human:
-        out.line(out.done)
-    else:
-        out.json({verb: count})
+    out.answer(out.done, {verb: count})
     return _OK
 
 
@@ -9251,7 +9153,7 @@ def _cmd_stats(args: argparse.Namespace, out: _Out) -> int:
             out.line(line)
     elif out.human:
         now = time.time()
-        out.pairs([("queue", _visible(f"{queue.name} in {queue.path}"))])
+        out.pairs([("queue", f"{queue.name} in {queue.path}")])
         out.pairs(_stats_pairs(stats, now))
         if running:
             out.line("")
@@ -9304,41 +9206,27 @@ def _stats_dict(queue: Queue, stats: Stats, running: list[Job]) -> dict[str, Any
 
 def _prometheus(queue: Queue, stats: Stats, running: list[Job]) -> Iterator[str]:
     """Prometheus' text format, for its node exporter's textfile collector."""
-    now = time.time()
-    since = min((job.leased_at or now for job in running), default=None)
-    labels = f'queue="{queue.name}",directory="{_label(queue.path)}"'
-    states = [(f'{labels},state="{s}"', getattr(stats, s)) for s in _NAME_OF]
-    metrics: list[tuple[str, str, list[tuple[str, float | None]]]] = [
+    now, due = time.time(), stats.next_due
+    waits = max(0.0, now - (stats.oldest or now))
+    runs = max([0.0, *(now - (job.leased_at or now) for job in running)])
+    path = _visible(queue.path).replace("\\", "\\\\").replace('"', '\\"')
+    labels = f'queue="{queue.name}",directory="{path}"'
+    states = {f',state="{state}"': getattr(stats, state) for state in _NAME_OF}
+    metrics: list[tuple[str, str, dict[str, float | None]]] = [
         ("jobs", "Jobs by state, delayed ones among the pending.", states),
-        ("delayed_jobs", "Jobs that are not due yet.", [(labels, stats.delayed)]),
-        ("damaged_lines", "Lines set aside as damaged.", [(labels, stats.damaged)]),
-        ("bytes", "Size of the data files.", [(labels, stats.bytes)]),
-        (
-            "oldest_waiting_seconds",
-            "How long the longest waiting job has been due; 0 if none is.",
-            [(labels, 0 if stats.oldest is None else max(0.0, now - stats.oldest))],
-        ),
-        (
-            "longest_running_seconds",
-            "How long ago the oldest delivery began that is not settled.",
-            [(labels, 0 if since is None else max(0.0, now - since))],
-        ),
-        (
-            "next_due_timestamp_seconds",
-            "When the next delayed job is due; absent if none is delayed.",
-            [(labels, stats.next_due)],
-        ),
+        ("delayed_jobs", "Jobs that are not due yet.", {"": stats.delayed}),
+        ("damaged_lines", "Lines set aside as damaged.", {"": stats.damaged}),
+        ("bytes", "Size of the data files.", {"": stats.bytes}),
+        ("oldest_waiting_seconds", "How long the first due job waits.", {"": waits}),
+        ("longest_running_seconds", "Age of the oldest open delivery.", {"": runs}),
+        ("next_due_timestamp_seconds", "Absent if no job is delayed.", {"": due}),
     ]
     for name, text, samples in metrics:
         yield f"# HELP tiny_queue_{name} {text}"
         yield f"# TYPE tiny_queue_{name} gauge"
-        for label, value in samples:
+        for label, value in samples.items():
             if value is not None:
-                yield f"tiny_queue_{name}{{{label}}} {value!r}"
-
-
-def _label(text: str) -> str:
-    return _visible(text).replace("\\", "\\\\").replace('"', '\\"')
+                yield f"tiny_queue_{name}{{{labels}{label}}} {value!r}"
 
 
 # top: a live view
