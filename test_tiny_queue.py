@@ -4164,8 +4164,9 @@ class DamageTest(Case):
         lines += json.dumps({**fields, "id": "b"}).encode() + b"\n"
         lines += json.dumps({**fields, "id": "c", "rev": 10**30}).encode() + b"\n"
         self.write("pending", lines + b'{"id":"d","payload":"D"}\n')
-        self.assertEqual(len(self.open().verify()), 3)
-        self.check("D", 3)
+        self.write("inflight", seal(f'{{"id":"d","rev":{2**28 + 1},"done":1}}'))
+        self.assertEqual(len(self.open().verify()), 4)
+        self.check("D", 4)
 
     def test_a_sealed_line_that_is_no_job_is_damage(self):
         """A right checksum around nonsense blocks nobody, and is reported."""
@@ -4376,6 +4377,13 @@ class TailTest(Case):
                     again = [(job.id, job.state) for job in other.jobs()]
                 self.assertEqual(seen, again)
                 shutil.rmtree(copied)
+
+    def test_a_torn_string_of_many_quotes_is_read_once(self):
+        """Not anew from each of its escaped quotes, which took a minute."""
+        self.write("pending", b'{"id":"a","payload":{"b":"' + b'[{\\"n\\":1}]' * 20_000)
+        start = time.process_time()
+        self.assertIsNone(self.open().get())
+        self.assertLess(time.process_time() - start, 5)
 
     def test_verify_tells_of_a_torn_last_line(self):
         """Before anybody has cut it."""
@@ -14613,14 +14621,14 @@ MUTANTS = [Mutant(*row) for row in [
      "ReadOnlyTest.test_a_file_that_may_not_be_written_can_be_read",
      "_Store._open", "or not self._inspecting", ""),
     ("a write's lines are not counted", "DamageTest",
-     "_is_complete", "if not match or", "if True or"),
+     "_is_complete", "if not top or", "if True or"),
     ("zeros count as lines", "DamageTest",
      "_is_complete", r'b"\0" in line or', ""),
     ("zeros count in large batches",
      "DamageTest.test_a_small_hole_in_a_large_batch_voids_it",
      "_skip_open", r'or b"\0" in block', ""),
     ("pluses mean nothing", "PutManyTest",
-     "_is_open", 'seal[1] == b"+"', "False"),
+     "_is_open", """== b',"crc":"+'""", "is None"),
     # damage is kept, and nothing altered is read
     ("damage is not set aside", "DamageTest",
      "_catch_up", "if index.damage and", "if False and"),
@@ -14633,14 +14641,14 @@ MUTANTS = [Mutant(*row) for row in [
     ("a failed sync of kept bytes is forgotten", "FailingSyncTests",
      "_keep", "self._kept_in_doubt = True", "pass"),
     ("no crc check of pending", "DamageTest",
-     "_load_pending", "== line[-10:]", '!= b""'),
+     "_load_pending", '== seal.lstrip(b"+")', '!= b""'),
     ("no crc check of others", "DamageTest",
-     "_load_line", "crc32(line[: seal.start()])", "int(seal[2], 16)"),
+     "_load_line", "_body(line) is not None", "True"),
     ("no crc check of odd ones", "DamageTest",
-     "_any_record", "crc32(body)", "int(seal[2], 16)"),
+     "_any_record", "_body(line) is not None", "True"),
     ("no crc check when a line is read again",
      "ReplacedFilesTest.test_a_line_changed_in_place_is_noticed_when_it_is_read_again",
-     "_read_record", "== line[-10:]", '!= b""'),
+     "_own_record", "_body(line)", """line.rpartition(b',"crc":"')[0]"""),
     ("a line read again may be another job's",
      "ReplacedFilesTest.test_a_line_changed_in_place_is_noticed_when_it_is_read_again",
      "_FileCore._record", "record.key != key or ", ""),
@@ -14648,7 +14656,7 @@ MUTANTS = [Mutant(*row) for row in [
      "ReplacedFilesTest.test_a_rev_changed_in_place_is_noticed_before_a_success",
      "_FileCore._record", "or record.rev != entry >> 3 & _REV_MASK", ""),
     ("revs without limit", "DamageTest.test_a_rev_beyond_the_limit_is_damage",
-     "_load_line", "if rev > _MAX_REV:", "if False:"),
+     "_load_line", "int(top[2]) <= _MAX_REV and", ""),
     # the path still is the file held open (I8)
     ("replaced files go unseen", "ReplacedFilesTest",
      "look", "(info.st_dev, info.st_ino) != inode.ident", "False"),

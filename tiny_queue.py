@@ -891,7 +891,7 @@ def _encode(payload: Any) -> str:
 
 
 _MAX_PAYLOAD = 1 << 30
-_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
+_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]')
 
 
 def _shallow(text: str, limit: int = _MAX_DEPTH) -> bool:
@@ -2802,31 +2802,28 @@ class _FileEngine(_FileMoves):
 # Lines
 # -----------------------------------------------------------------------------
 
-_SEAL = re.compile(rb',"crc":"(\+?)([0-9a-f]{8})"\}\Z')
+# Patterns take a string whole, or a torn one would be searched anew from each
+# of its escaped quotes.  Of a line the index needs what _TOP finds; what is
+# spliced into a job's next line begins where _OWN ends.
+_TEXT = r'[^"\\]*(?:\\.[^"\\]*)*'
+_START = rf'\{{"id":"({_TEXT})","rev":(\d{{1,9}}),'
+_ORDER = r'"attempts":\d+,"priority":(-?\d+),"run_at":([\d.e+-]+),'
 _TOP = re.compile(
-    rb'\{"id":"((?:[^"\\]|\\.)+)","rev":(\d{1,9}),'
-    rb'(?:"attempts":\d+,"priority":(-?\d+),"run_at":([0-9.e+-]+),|"done":)'
+    rf'{_START}(?:{_ORDER}("lines":(\d+),)?|"done":)'.encode(),
+)
+_OWN = re.compile(
+    rf'{_START}{_ORDER}(?:"(?:token|holder|clock|leased_at|renewed_at|lease_until'
+    rf'|lapses|last_error|lines)":(?:[\d.e+-]+|"{_TEXT}"),)*'
+    r'(?="created_at":[\d.e+-]+,)'
 )
 _FRESH = b'","rev":1,"attempts":0,"priority":0,"run_at":0,"'
 _OPEN = re.compile(rb',"crc":"\+[0-9a-f]{8}"\}\n')
-_LINES = re.compile(
-    rb'(\{"id":"(?:[^"\\]|\\.)+","rev":\d+,"attempts":\d+,"priority":-?\d+,'
-    rb'"run_at":[0-9.e+-]+,)"lines":(\d+),'
-)
-_USUAL = re.compile(
-    r'\{"id":"([^"\\]+)","rev":(\d{1,9}),"attempts":(\d{1,15}),'
-    r'"priority":(-?\d{1,10}),"run_at":0,(?:"lines":\d+,)?'
-    r'("created_at":(\d{1,10}\.\d+),"payload":)'
-)
 _BOM = b"\xef\xbb\xbf"
+_BLANKS = b" \t\r\n"
 _KNOWN = frozenset(
     "id rev attempts priority run_at token holder clock leased_at renewed_at"
     " lease_until lapses last_error lines created_at max_retries payload crc".split()
 )
-
-
-_HEAD = _KNOWN - {"max_retries", "created_at", "payload", "crc"}
-_NEEDED = frozenset("id rev attempts priority run_at created_at payload".split())
 
 
 class _DamagedError(Exception):
@@ -2962,6 +2959,12 @@ def _sealed(text: str, mark: str = "") -> bytes:
     return b'%b,"crc":"%b%08x"}\n' % (body, mark.encode(), crc32(body))
 
 
+def _body(line: bytes) -> bytes | None:
+    """What a line's checksum covers; None if that is missing or wrong."""
+    body, _, seal = line.rpartition(b',"crc":"')
+    return body if seal.lstrip(b"+") == b'%08x"}' % crc32(body) else None
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
@@ -2980,81 +2983,47 @@ _scan = _decoder.scan_once  # type: ignore[attr-defined]
 
 def _read_record(line: bytes) -> _Record:
     """Decode a line that the index holds for sound, or raise _StaleError."""
-    seal = line[-19:-10]
-    body = line[:-19] if seal == b',"crc":"+' else line[:-18]
-    if (seal[1:] == b',"crc":"' or seal == b',"crc":"+') and b'%08x"}' % crc32(
-        body
-    ) == line[-10:]:
-        record = _own_record(body)
-        if record is not None:
-            return record
     try:
         return _any_record(line)
     except _DamagedError as exc:
         raise _StaleError from exc
 
 
-def _own_record(body: bytes) -> _Record | None:
-    """Decode a line of ours, less its checksum; None if it is not of ours.
+def _own_record(line: bytes) -> _Record | None:
+    """Decode a line of ours; None if it is not.
 
-    Such lines are ASCII with their keys in fixed order, so what is spliced
-    into the job's next line begins at the first "created_at": before it
-    stand only numbers and strings, in which quotes are escaped.
+    A right checksum means that we wrote it: ASCII with the keys in our order,
+    so that no value needs a check.  Whoever else writes checksums may have
+    put other keys in other places.
     """
-    if not body.isascii():
+    body = _body(line)
+    if body is None or not body.isascii():
         return None
     text = body.decode() + "}"
+    head = _OWN.match(text)
+    if head is None:
+        return None
     try:
-        return _usual_record(text) or _scanned_record(text)
+        fields, end = _scan(text, 0)
     except (StopIteration, ValueError):
         return None
     except RecursionError:
         if _shallow(text, _MAX_DEPTH + 1):
             raise  # the caller's own stack is nearly full
         return None
-
-
-def _usual_record(text: str) -> _Record | None:
-    """Decode the line of a plain put, at half the cost of any line's."""
-    match = _USUAL.match(text)
-    if match is None:
+    key, rev = head[1].encode(), int(head[2])
+    if end < len(text) or "payload" not in fields or _key(fields["id"]) != key:
         return None
-    payload, end = _scan(text, match.end())
-    if end != len(text) - 1:
-        return None
-    id, rev = match[1], int(match[2])
-    fields = {
-        "id": id,
-        "rev": rev,
-        "attempts": int(match[3]),
-        "priority": int(match[4]),
-        "run_at": 0,
-        "created_at": float(match[6]),
-        "payload": payload,
-    }
-    return _Record(id.encode(), rev, fields, text[match.start(5) : -1])
-
-
-def _scanned_record(text: str) -> _Record | None:
-    fields = _scan(text, 0)[0]
-    place = text.index(',"created_at":')
-    if not fields.keys() >= _NEEDED or text.find("{", 1, place) >= 0:
-        return None
-    names = list(fields)
-    if names[-1] != "payload" or not _HEAD.issuperset(
-        names[: names.index("created_at")]
-    ):
-        return None
-    return _Record(_key(fields["id"]), fields["rev"], fields, text[place + 1 : -1])
+    return _Record(key, rev, fields, text[head.end() : -1]) if rev <= _MAX_REV else None
 
 
 def _any_record(line: bytes) -> _Record:
     """Decode any line, hand-written ones included, or raise _DamagedError."""
-    line = line.removeprefix(_BOM).strip(b" \t\r\n")
-    seal = _SEAL.search(line)
-    body = line[: seal.start()] if seal else b""
-    if seal and crc32(body) != int(seal[2], 16):
-        raise _DamagedError("checksum does not match")
+    line = line.removeprefix(_BOM).strip(_BLANKS)
+    own = _own_record(line)
+    if own is not None:
+        return own
+    sealed = _body(line) is not None
     try:
         text = line.decode("utf-8")
         if not _shallow(text, _MAX_DEPTH + 1):  # the record is one level itself
@@ -3066,48 +3035,40 @@ def _any_record(line: bytes) -> _Record:
         raise _DamagedError(f"not strict JSON: {exc}") from exc
     if not isinstance(fields, dict):
         raise _DamagedError("not a JSON object")
-    if "crc" in fields and not seal:
+    if "crc" in fields and not sealed:
         raise _DamagedError("checksum does not match")
     _fill(fields)
-    if not seal and fields["rev"] > _MAX_REV // 2:
+    key, rev = _key(fields["id"]), fields["rev"]
+    if not sealed and rev > _MAX_REV // 2:
         # It must leave room for the revs of its job's further changes.
         raise _DamagedError(f"rev: by hand at most {_MAX_REV // 2}")
     top = _TOP.match(line)
-    if top and seal and top[1] != _key(fields["id"]):
+    if top and sealed and top[1] != key:
         raise _DamagedError("two ids")
-    own = _own_record(body) if seal else None
-    return own or _Record(_key(fields["id"]), fields["rev"], fields, _rest(fields))
-
-
-def _rest(fields: dict[str, Any]) -> str:
-    """The spliced part of a line that came without a checksum."""
-    parts = {"created_at": fields["created_at"]}
-    if fields.get("max_retries") is not None:
-        parts["max_retries"] = fields["max_retries"]
-    parts.update((key, fields[key]) for key in fields if key not in _KNOWN)
-    parts["payload"] = fields.get("payload")
-    return _dumps(parts)[1:-1]
+    names = [name for name in fields if name not in _KNOWN]
+    names = ["created_at", "max_retries", *names, "payload"]
+    rest = _dumps({name: fields[name] for name in names if name in fields})
+    return _Record(key, rev, fields, rest[1:-1])
 
 
 def _fill(fields: dict[str, Any]) -> None:
-    """Check a foreign line's keys and give those that are missing a value."""
+    """Check a foreign line's values; null is what is missing."""
     try:
         _job_id(fields["id"])
         if "done" not in fields and "payload" not in fields:
             raise _DamagedError("neither payload nor done")
-        for name, check, default in _CHECKS:
-            value = fields.get(name)
-            if value is None:
-                if name in fields:
-                    del fields[name]
-                if default is not None:
-                    fields[name] = default
-            else:
-                check(name, value)
+        for names, check, *limits in _CHECKS:
+            for name in names.split():
+                if fields.get(name) is None:
+                    fields.pop(name, None)
+                else:
+                    check(name, fields[name], *limits)
     except KeyError as exc:
         raise _DamagedError("no id") from exc
     except (TypeError, ValueError) as exc:
         raise _DamagedError(str(exc)) from exc
+    for name, value in _DEFAULTS:
+        fields.setdefault(name, value)
 
 
 def _check_text(what: str, value: object) -> None:
@@ -3115,45 +3076,29 @@ def _check_text(what: str, value: object) -> None:
         raise TypeError(f"{what}: must be str, not {type(value).__name__}")
 
 
-_natural = functools.partial(_integer, low=0, high=2**53)
-_instant = functools.partial(_number, low=0, high=_MAX_SECONDS)
-_CHECKS: tuple[tuple[str, Callable[[str, Any], Any], Any], ...] = (
-    ("rev", functools.partial(_integer, low=1, high=_MAX_REV), 1),
-    ("attempts", _natural, 0),
-    (
-        "priority",
-        functools.partial(_integer, low=-_MAX_PRIORITY - 1, high=_MAX_PRIORITY),
-        0,
-    ),
-    ("run_at", functools.partial(_number, low=0, high=2 * _MAX_SECONDS), 0),
-    ("created_at", _instant, 0),
-    ("max_retries", _natural, None),
-    ("last_error", _check_text, None),
-    ("token", _check_text, None),
-    ("holder", _natural, None),
-    ("lapses", _natural, None),
-    ("clock", _instant, None),
-    ("leased_at", _instant, None),
-    ("renewed_at", _instant, None),
-    ("lease_until", functools.partial(_number, low=0, high=2 * _MAX_SECONDS), None),
+_CHECKS: tuple[tuple[Any, ...], ...] = (
+    ("rev", _integer, 1, _MAX_REV),
+    ("attempts max_retries holder lapses", _integer, 0, 2**53),
+    ("priority", _integer, -_MAX_PRIORITY - 1, _MAX_PRIORITY),
+    ("created_at clock leased_at renewed_at", _number, 0, _MAX_SECONDS),
+    ("run_at lease_until", _number, 0, 2 * _MAX_SECONDS),
+    ("token last_error", _check_text),
 )
+_DEFAULTS = [("rev", 1)] + [
+    (name, 0) for name in ("attempts", "priority", "run_at", "created_at")
+]
 
 
 def _flaw(line: bytes, kept: bool = False) -> str:
     """What is wrong with a line of a file, or ""."""
-    if kept:
-        try:
-            _any_record(line)
-            return "set aside; sound by itself, of an unfinished write"
-        except _DamagedError as exc:
-            return f"set aside: {exc}"
-    if not line.strip(b" \t\r\n"):
-        return ""
     try:
-        _any_record(line)
+        if kept or line.strip(_BLANKS):
+            _any_record(line)
     except _DamagedError as exc:
+        if kept:
+            return f"set aside: {exc}"
         return str(exc) if line.endswith(b"\n") else f"torn write: {exc}"
-    return ""
+    return "set aside; sound by itself, of an unfinished write" if kept else ""
 
 
 def _is_closed(line: bytes) -> bool:
@@ -3163,21 +3108,19 @@ def _is_closed(line: bytes) -> bool:
 
 def _is_open(line: bytes) -> bool:
     """Whether a line of a put_many expects more of the same write."""
-    seal = _SEAL.search(line.rstrip(b" \t\r\n"))
-    return seal is not None and seal[1] == b"+"
+    return line.rstrip(_BLANKS)[-19:-10] == b',"crc":"+'
 
 
 def _plain(line: bytes) -> bytes:
     """A line without the marks of its write, which count at the tail only."""
     line = line.removeprefix(_BOM)
     if _is_open(line):
-        line = line.rstrip(b" \t\r\n")
+        line = line.rstrip(_BLANKS)
         return line[:-11] + line[-10:] + b"\n"  # less the plus
-    if b'"lines":' in line:
-        match = _LINES.match(line)
-        if match and _SEAL.search(line[:-1]):
-            body = match[1] + line[match.end() : -19]
-            return _sealed(body.decode())
+    top = _TOP.match(line) if b'"lines":' in line else None
+    body = _body(line[:-1])
+    if top and top[5] and body:
+        return _sealed((body[: top.start(5)] + body[top.end(5) :]).decode())
     return line
 
 
@@ -3315,12 +3258,10 @@ class _Index:
         fresh = size = 0
         for line in lines:
             end, length = line.find(b'"', 7), len(line) + 1
-            seal = line[-19:-10]
-            body = line[:-19] if seal == b',"crc":"+' else line[:-18]
+            body, _, seal = line.rpartition(b',"crc":"')
             if (
                 line.startswith(_FRESH, end)
-                and (seal[1:] == b',"crc":"' or seal == b',"crc":"+')
-                and b'%08x"}' % crc32(body) == line[-10:]
+                and b'%08x"}' % crc32(body) == seal.lstrip(b"+")
                 and line[7:end] not in entries
             ):
                 entries[line[7:end]] = place << 64 | length << 32 | 8
@@ -3335,8 +3276,7 @@ class _Index:
 
     def _load_line(self, file: int, line: bytes, place: int, now: float) -> None:
         top = None if self.careful else _TOP.match(line)
-        seal = _SEAL.search(line)
-        if top and seal and crc32(line[: seal.start()]) == int(seal[2], 16):
+        if top and int(top[2]) <= _MAX_REV and _body(line) is not None:
             key, rev = top[1], int(top[2])
             priority, run_at = int(top[3] or 0), float(top[4] or 0)
             state = _STATE_OF[file] if top[3] else _DONE
@@ -3344,15 +3284,12 @@ class _Index:
             try:
                 record = _any_record(line)
             except _DamagedError:
-                if line.strip(b" \t\r"):
+                if line.strip(_BLANKS):
                     self.damage.append((file, place, len(line)))
                 return
             key, rev, fields, _ = record
             priority, run_at = fields["priority"], fields["run_at"]
             state = _DONE if "done" in fields else _STATE_OF[file]
-        if rev > _MAX_REV:
-            self.damage.append((file, place, len(line)))
-            return
         if state == _PENDING and run_at > now:
             state = _DELAYED
         self._apply(key, rev, state, place, len(line) + 1, priority, run_at)
@@ -3768,10 +3705,10 @@ class _Inode:
     def _is_complete(self, place: int, last: bytes) -> bool:
         """Whether all lines that a closing line counts stand before it; a
         power cut can leave a hole in a write whose end is whole."""
-        match = _LINES.match(last)
-        if not match or _flaw(last) or b',"crc":"' not in last:
+        top = _TOP.match(last)
+        if not top or not top[5] or _body(last.rstrip(b"\n")) is None:
             return True  # not of a put_many, or edited by hand
-        missing, place = self._skip_open(place, int(match[2]) - 1)
+        missing, place = self._skip_open(place, int(top[6]) - 1)
         for _, line in self.lines_back(place) if missing else ():
             if b"\0" in line or _is_closed(line):
                 return False
