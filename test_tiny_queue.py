@@ -1983,10 +1983,11 @@ class DelayTest(Case):
         queue.cancel("low")
         self.assertOldest(queue, 680)
         queue.put("new", id="new")
-        queue.release(job, delay=5)
+        queue.release(job, delay=15)
         self.clock.jump(10)
-        queue.put("newest")
-        for gone, since in (("second", 686), ("new", 691), ("first", 696)):
+        queue.put("newest", id="newest")
+        self.clock.jump(10)
+        for gone, since in (("second", 686), ("new", 696), ("newest", 701)):
             queue.cancel(gone)
             self.assertOldest(queue, since)
 
