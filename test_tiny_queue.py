@@ -388,6 +388,33 @@ class Place:
         }
 
 
+class WatchedConnection(sqlite3.Connection):
+    """Notes how each commit that changes something was synced: True, False, or
+    as "never", after which a database may not even open."""
+
+    changed = 0
+
+    def cursor(self, *args):
+        return super().cursor(WatchedCursor)
+
+    def commit(self):
+        self.note()
+        super().commit()
+
+    def note(self):
+        if self.total_changes > self.changed:
+            self.changed = self.total_changes
+            row = super().cursor().execute("PRAGMA synchronous").fetchone()
+            self.seen.append({0: "never", 1: False}.get(row[0], True))
+
+
+class WatchedCursor(sqlite3.Cursor):
+    def execute(self, sql, *args):
+        if sql.upper().split()[0] in ("COMMIT", "END"):
+            self.connection.note()
+        return super().execute(sql, *args)
+
+
 class SqlitePlace(Place):
     """A database file, opened by its URL."""
 
@@ -420,6 +447,26 @@ class SqlitePlace(Place):
         with contextlib.closing(self.connect(where)) as db:
             db.row_factory = sqlite3.Row
             return [dict(row) for row in db.execute(f"SELECT * FROM {table}")]
+
+    def watch_commits(self, case, where):
+        """A function that returns how each commit since its last call was
+        synced; of connections that are made from now on."""
+        seen, connect = [], sqlite3.connect
+        watched = type("Watched", (WatchedConnection,), {"seen": seen})
+
+        def watch(path, **options):
+            if where[len("sqlite:///") :] in path:
+                options["factory"] = watched
+            return connect(path, **options)
+
+        patch = mock.patch.object(sqlite3, "connect", watch)
+        patch.start()
+        case.addCleanup(patch.stop)
+        return lambda: [seen.pop(0) for _ in list(seen)]
+
+    def set_synced(self, conn, synced):
+        """Let a connection of the application wait for its commits or not."""
+        conn.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
 
     def raw(self, where):
         tables = ("tiny_queue_queues", "tiny_queue_jobs")
@@ -487,6 +534,35 @@ class PostgresPlace(Place):
 
     def elsewhere(self, folder):
         return psycopg.connect(self.url, dbname="template1")
+
+    def watch_commits(self, case, where):
+        """A function that returns synchronous_commit as the server saw it at
+        each commit since its last call, once for each job that was changed."""
+        with tq.Queue(where) as queue:  # which makes the tables
+            queue.put(0)
+            queue.purge("pending")
+        schema = self.schema(where)
+        columns = "FROM information_schema.columns WHERE column_name = 'payload'"
+        ((table,),) = self.ask(
+            f"SELECT table_name {columns} AND table_schema = %s", [schema]
+        )
+        self.ask(
+            f"CREATE TABLE {schema}.commits (level text);"
+            f"CREATE FUNCTION {schema}.note() RETURNS trigger LANGUAGE plpgsql AS $$"
+            f" BEGIN INSERT INTO {schema}.commits"
+            " VALUES (pg_catalog.current_setting('synchronous_commit'));"
+            " RETURN NULL; END $$;"
+            "CREATE CONSTRAINT TRIGGER note AFTER INSERT OR UPDATE OR DELETE"
+            f" ON {schema}.{table} DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
+            f" EXECUTE FUNCTION {schema}.note()"
+        )
+        sql = f"DELETE FROM {schema}.commits RETURNING level"
+        return lambda: [
+            {"on": True, "off": False}.get(level, level) for (level,) in self.ask(sql)
+        ]
+
+    def set_synced(self, conn, synced):
+        conn.execute(f"SET synchronous_commit = {'on' if synced else 'off'}")
 
     def raw(self, where):
         if not self.exists(where):
@@ -8127,6 +8203,110 @@ class JoinTest(Case):
         self.assertLess(time.monotonic() - start, 2.0)
 
 
+def unsynced_answers(case, queue, fast):
+    """Calls that rest on a job that `fast` put just before, without fsync."""
+    refused = functools.partial(case.assertRaises, tq.DuplicateJobError)
+    for answer in (
+        lambda: queue.put(1, id="a", exist_ok=True),
+        lambda: refused(queue.put, 1, id="a"),
+        lambda: refused(queue.put_many, [1, 2], ids=["new", "a"]),
+    ):
+        fast.put(0, id="a")
+        yield answer
+        fast.purge("pending")
+
+
+@every_engine(needs="can_join")
+class DurableVerbsTest(Case):
+    """How the database was asked to commit what each verb changes."""
+
+    def setUp(self):
+        super().setUp()
+        self.path = self.path.replace("commit%3Doff", "commit%3Don")
+
+    def verbs(self, queue):
+        """Each one, and whether what it does must survive a power cut: a lease
+        may be forgotten, its job is pending then."""
+        held = []
+        yield "put", True, lambda: queue.put(0, id="a", max_retries=0)
+        yield "put_many", True, lambda: queue.put_many(range(1, 7))
+        yield "get", False, lambda: held.append(queue.get())
+        yield "get_many", False, lambda: held.extend(queue.get_many(6))
+        yield "extend", False, lambda: queue.extend(held[0])
+        yield "done", True, lambda: queue.task_done(held.pop())
+        yield "retry", True, lambda: queue.task_done(held.pop(), False, "why")
+        yield "release", True, lambda: queue.release(held.pop())
+        yield "bury", True, lambda: queue.bury(held.pop(), "why")
+        yield "reap, one dies", True, lambda: queue.reap_stale(0)
+        yield "requeue one", True, lambda: queue.requeue_dead("a")
+        yield "cancel", True, lambda: queue.cancel("a")
+        yield "requeue all", True, queue.requeue_dead
+        yield "get again", False, lambda: held.append(queue.get())
+        yield "dead", True, lambda: queue.task_done(held.pop(), False, "why")
+        yield "purge", True, lambda: queue.purge("pending")
+
+    def test_each_verb_is_on_disk_when_it_returns(self):
+        """With fsync=True; without it nothing is waited for."""
+        seen = self.place.watch_commits(self, self.path)
+        for fsync in (True, False):
+            options = {"fsync": fsync, "max_retries": 1, "backoff": lambda n: 0}
+            queue = self.open(name=f"q{fsync:d}", **options)
+            for name, durable, verb in self.verbs(queue):
+                verb()
+                self.assertEqual({*seen()}, {durable and fsync}, (name, fsync))
+            self.assertEqual(queue.stats()[:4], (0, 0, 0, 1))
+
+    def test_a_worker_s_settlements_are_on_disk(self):
+        """Done, retried or dead, whatever is leased by the same commit."""
+        seen = self.place.watch_commits(self, self.path)
+        queue = self.open(fsync=True, max_retries=0)
+        queue.put_many(range(3))
+        self.assertEqual({*seen()}, {True})
+        totals = tq.Worker(
+            queue, lambda job: 1 // job.payload, max_jobs=3
+        ).run_forever()
+        self.assertEqual((totals.done, totals.dead), (2, 1))
+        found = seen()
+        self.assertGreaterEqual(found.count(True), 3)
+        self.assertEqual((found[0], found[-1]), (False, True))
+
+    def test_both_sides_of_a_move_are_on_disk(self):
+        """All that the target is given, and at least that the source's are gone."""
+        source, target = self.path, self.place.where(tempfile.mkdtemp(dir=self.dir))
+        target = target.replace("commit%3Doff", "commit%3Don")
+        self.addCleanup(self.place.clean, target)
+        seen = [self.place.watch_commits(self, where) for where in (source, target)]
+        self.open().put_many(range(3))
+        self.assertEqual([{*found()} for found in seen], [{False}, set()])
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(tq.main(["move", source, target]), 0)
+        found = [found() for found in seen]
+        self.assertEqual({found[0][-1], *found[1]}, {True})
+        self.assertEqual((len(self.open()), len(self.open(path=target))), (0, 3))
+
+    def test_what_joins_a_transaction_is_as_durable_as_that(self):
+        """The caller's setting counts, whatever the queue's."""
+        seen = self.place.watch_commits(self, self.path)
+        for synced in (True, False):
+            queue = self.open(name=f"q{synced:d}", fsync=not synced)
+            queue.put_many([0, 1])
+            first, second = queue.get_many(2)
+            seen()
+            conn = self.place.connect(self.path)
+            self.addCleanup(conn.close)
+            self.place.set_synced(conn, synced)
+            for verb, *args in (
+                (queue.put, 2),
+                (queue.put_many, [3, 4]),
+                (queue.task_done, first),
+                (queue.task_done, second, False, "why"),
+            ):
+                verb(*args, connection=conn)
+                self.assertEqual(seen(), [])
+                conn.commit()
+                self.assertEqual({*seen()}, {synced}, verb)
+
+
 class DirectoryJoinTest(Case):
     def test_a_directory_refuses_a_connection(self):
         """ValueError, with nothing written."""
@@ -8457,25 +8637,13 @@ class SqliteTest(Case):
         queue.put("new")
         self.assertDrains(self.open(), ["new"])
 
-    def test_durability_is_asked_of_sqlite(self):
-        """fsync=True: FULL, save for leases, which may be forgotten; else
-        NORMAL."""
-        for fsync, want in ((True, [2, 1, 1, 2]), (False, [1, 1, 1, 1])):
-            queue, levels = self.open(name=f"q{fsync:d}", fsync=fsync), []
-
-            def level(queue=queue, levels=levels):
-                db = queue._engine._db
-                levels.append(db.execute("PRAGMA synchronous").fetchone()[0])
-
-            queue.put(1)
-            level()
-            job = queue.get()
-            level()
-            queue.extend(job)
-            level()
-            queue.task_done(job)
-            level()
-            self.assertEqual(levels, want)
+    def test_an_answer_that_rests_on_an_unsynced_row_is_synced(self):
+        """DuplicateJobError and exist_ok, where the job was put without fsync."""
+        seen = self.place.watch_commits(self, self.path)
+        for answer in unsynced_answers(self, self.open(fsync=True), self.open()):
+            self.assertEqual(seen()[-1:], [False])
+            answer()
+            self.assertEqual(seen(), [True])
         mode = self.connect().execute("PRAGMA journal_mode").fetchone()
         self.assertEqual(mode, ("wal",))
 
@@ -9442,6 +9610,24 @@ class PostgresTest(ClusterCase):
             [job.payload for job in queue.jobs(limit=4)], ["first", 0, 1, 2]
         )
         self.assertEqual(sum(1 for _ in queue.jobs()), 3001)
+
+    def test_an_answer_that_rests_on_an_unsynced_row_is_synced(self):
+        """DuplicateJobError and exist_ok: the log is on disk up to the row's end."""
+        self.addCleanup(self.wal_writer_pauses, "DEFAULT")
+        self.wal_writer_pauses("'10s'")
+        synced = self.path.replace("commit%3Doff", "commit%3Don")
+        queue, fast = self.open(path=synced, fsync=True), self.open()
+        fast.put("now it has something to write, and then it pauses")
+        for answer in unsynced_answers(self, queue, fast):
+            end = self.ask("SELECT pg_current_wal_insert_lsn()::text")[0]
+            answer()
+            found = self.ask("SELECT pg_current_wal_flush_lsn() >= %s::pg_lsn", end)
+            self.assertEqual(found, [(True,)])
+
+    def wal_writer_pauses(self, delay):
+        """How often the server writes what no commit has waited for."""
+        self.ask(f"ALTER SYSTEM SET wal_writer_delay = {delay}")
+        self.ask("SELECT pg_reload_conf()")
 
     def test_behind_a_pooler(self):
         """notify=0 leaves nothing in a session: no lock, no setting, nothing
