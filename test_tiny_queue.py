@@ -37,7 +37,6 @@ sleeps to let another process get on.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import asyncio
 import atexit
@@ -8621,6 +8620,12 @@ class SqliteTest(Case):
                 call(self.open())
         self.assertEqual(self.place.raw(self.path), before)
 
+    def test_the_file_system_of_a_directory_is_told(self):
+        """Or "unknown", where the system has no list of mounts."""
+        self.assertNotEqual(tq._file_system(self.dir), "")
+        with mock.patch("pathlib.Path.read_text", side_effect=FileNotFoundError):
+            self.assertEqual(tq._file_system(self.dir), "unknown")
+
     def test_a_network_file_system_is_refused(self):
         """By its name, where the system tells."""
         with mock.patch.object(tq, "_file_system", lambda folder: "nfs4"):
@@ -9232,7 +9237,7 @@ class PostgresUrlTest(Case):
     def test_wrong_arguments_show_no_password(self):
         """argparse quotes what it does not understand."""
         url = "postgresql://me:open sesame@127.0.0.1/db"
-        for words in ([url], ["put", "jobs", "1", url], ["bench", "jobs", url]):
+        for words in ([url], ["put", "jobs", "1", url]):
             said = io.StringIO()
             with contextlib.redirect_stderr(said), self.assertRaises(SystemExit):
                 tq.main(words)
@@ -10724,7 +10729,7 @@ class LookingTest(CommandLineCase):
                  "requeue": ["a"], "cancel": ["a"], "move": ["b"],
                  "purge": ["--state=dead", "--yes"]}  # fmt: skip
         for name in COMMANDS:
-            if name not in ("put", "work", "bench"):
+            if name not in ("put", "work"):
                 args = [name, self.path, *words.get(name, [])]
                 out, err = self.inside(*args, status=3)
                 self.assertEqual(out, "")
@@ -10738,14 +10743,11 @@ class LookingTest(CommandLineCase):
         self.inside(status=2)
         self.inside("frobnicate", status=2)
         for name in COMMANDS:
-            if name == "bench":  # has no DIR
-                continue
             _, err = self.inside(name, status=2)
             self.assertIn("missing: DIR", err)
             self.assertIn("TINY_QUEUE_DIR", err)
             _, err = self.inside(name, *"abcdefg", status=2)
             self.assertIn("too many arguments", err)
-        self.inside("bench", "a", "b", status=2)
         self.inside("stats", "jobs", "--frob", status=2)
         self.inside("stats", "jobs", "-n", "no/name", status=2)
         self.inside("put", "jobs", "1", "--delay", "soon", status=2)
@@ -11489,8 +11491,6 @@ class HelpTest(CommandLineCase):
             file.write("def send(job):\n    print('sent', job.payload)\n")
         env = {**self.env, "PYTHON": sys.executable, "id": "", "token": ""}
         for command in COMMANDS:
-            if command == "bench":  # run by BenchTest
-                continue
             for line in self.examples(command):
                 if command in ("done", "fail"):
                     job = self.answer("get", "jobs")
@@ -11521,8 +11521,7 @@ class HelpTest(CommandLineCase):
         text, _ = self.inside("--help", status=0)
         for command in COMMANDS:
             self.assertRegex(text, rf"\n  {command} +\w")
-            words = "bench" if command == "bench" else f"{command} jobs"
-            self.assertIn(f" {words}", " ".join(self.examples(command)))
+            self.assertIn(f" {command} jobs", " ".join(self.examples(command)))
         self.assertEqual(self.command("--version")[0].strip(), tq.__version__)
 
     def test_what_is_no_command_is_usage(self):
@@ -12041,7 +12040,11 @@ class SupervisorTest(CommandLineCase):
 
 class ExampleScriptsTest(CommandLineCase):
     def run_example(self, *command, **env):
-        command = [*command[:-1], os.path.join(ROOT, "examples", command[-1])]
+        folder = os.path.join(ROOT, "examples")
+        command = [
+            os.path.join(folder, word) if word.endswith((".py", ".sh")) else word
+            for word in command
+        ]
         ran = subprocess.run(
             command, cwd=self.folder, env={**self.env, **env}, timeout=60,
             capture_output=True, text=True,
@@ -12081,220 +12084,48 @@ class ExampleScriptsTest(CommandLineCase):
         out = self.run_example(sys.executable, "transfer.py")
         self.assertRegex(out, r"200 transfers once each, [1-9]\d* workers killed")
 
+    def test_compare_without_peers(self):
+        """Without peers compare.py says how to get them and measures the rest."""
+        out = self.run_example(sys.executable, "-S", "compare.py", "--jobs=200")
+        skipped = re.findall(r"(?m)^(\S+): skipped, not installed", out)
+        self.assertEqual(len(skipped), 6, out)
+        rows = re.findall(r"(?m)^tiny_queue( +[\d,]+){3}", out)
+        self.assertEqual(len(rows), 2, out)
+
+    def rows(self, text):
+        """Of the table of bench.py: what was measured, and all its numbers."""
+        text = re.sub(r"[\d,]+ waiting", "N waiting", text)
+        row = r"(?m)^\| (.+?) +\| +(\d[^|]*) \| +(.*?) \| +(.*?) \|$"
+        found = re.findall(row, text)
+        return [work for work, *_ in found], found
+
+    def test_bench(self):
+        """On files it has the rows that the README quotes, each rate beside its
+        floor, and in a database those that make sense there; it leaves nothing."""
+        bench = functools.partial(self.run_example, sys.executable, "bench.py")
+        works, found = self.rows(bench("--jobs=200", "--rounds=1"))
+        readme = pathlib.Path(ROOT, "README.md").read_text("utf-8")
+        quoted, _ = self.rows(readme.split("| work | rate |")[1].split("\n\n")[0])
+        if os.path.exists("/proc/self/statm"):  # else it does not measure memory
+            self.assertEqual(works, quoted)
+        for work, rate, floor, share in found:
+            if rate.endswith("/s"):
+                self.assertRegex(f"{floor} {share}", r"^[1-9][\d,]*/s \d+\.\d\d$", work)
+        with tempfile.TemporaryDirectory() as folder:
+            url = f"sqlite:///{folder}/bench.db"
+            works, _ = self.rows(bench("--jobs=200", "--rounds=1", url))
+            for name in tq.Queue(url)._engine.names():
+                self.assertEqual(tq.Queue(url, name).stats()[:4], (0, 0, 0, 0))
+        for work in quoted:
+            absent = work.startswith(("open with", "compact", "memory"))
+            self.assertEqual(work in works, not absent, work)
+
     def test_they_are_short(self):
         """Each of them has under 60 lines."""
         for name in ("web_handoff.py", "cron_once.py", "async_program.py", "poison.py",
                      "consume.sh", "transfer.py"):  # fmt: skip
             with open(os.path.join(ROOT, "examples", name)) as file:
                 self.assertLess(len(file.readlines()), 60, name)
-
-
-class BenchTest(CommandLineCase):
-    REAL = True
-    WORKS = (
-        "put, fsync=False", "get + task_done, fsync=False", "put", "put by 8 threads",
-        "8 threads, to one", "get + task_done", "put_many, 1,000 a call",
-        "open with 200 waiting, first get", "round trip, fsync=False, 100 waiting",
-        "round trip, fsync=False, 200 waiting", "cost with 200 waiting, to 100",
-        "compact, 200 waiting", "memory a job of 1 KB, 20,000 waiting",
-        "wake-up of a process, median", "wake-up of a process, 99th percentile",
-        "redelivery after kill -9", "8 processes, 4 put and 4 take, to one",
-        "the slowest of four of them, to their mean", "the longest call among the 8",
-        "CPU of 8 waiting workers at 400 puts a second",
-    )  # fmt: skip
-
-    def bench(self, *url):
-        """A short one, of one round."""
-        short = mock.patch.multiple(tq, _ROUNDS=1, _CROWD_SECONDS=0.3)
-        with short, mock.patch.dict(os.environ, PYTHONPATH=ROOT):
-            return self.inside("bench", "--jobs", "200", *url, status=0)
-
-    def test_each_figure_stands_beside_its_floor(self):
-        """Piped, bench tells the machine, then each figure, in JSON, and leaves
-        nothing behind."""
-        out, err = self.bench()
-        self.assertEqual((err, os.listdir(self.folder)), ("", []))
-        machine, *figures = map(json.loads, out.splitlines())
-        self.assertEqual((machine["jobs"], machine["cores"]), (200, os.cpu_count()))
-        works = [figure["work"] for figure in figures]
-        memory = os.path.exists("/proc/self/statm")
-        self.assertEqual(works, [w for w in self.WORKS if memory or "KB" not in w])
-        for figure in figures:
-            self.assertGreater(figure["value"], 0, figure)
-            if figure["unit"] == "/s":
-                self.assertGreater(figure["of_floor"], 0, figure)
-
-    def test_crowds_are_measured_in_each_round(self):
-        """In a short bench only once: starting processes takes most of it."""
-        for jobs, want in ((999, 1), (1000, tq._ROUNDS)):
-            bench, turns = tq._Bench(self.folder, jobs), []
-            bench._measure_crowd = bench._measure_waiting = turns.append
-            self.assertEqual(bench._take_turns({"one": turns.append}), [])
-            self.assertEqual(len(turns), tq._ROUNDS + 2 * want)
-
-    def test_a_database_is_measured_by_its_url(self):
-        """The figures that make sense there, without a floor; its own queues
-        are left empty."""
-        self.check_database(PLACES[1].where(self.folder))
-
-    def check_database(self, url):
-        out, err = self.bench(url)
-        self.assertEqual(err, "")
-        machine, *figures = map(json.loads, out.splitlines())
-        self.assertEqual((machine["database"], machine["jobs"]), (url[:6], 200))
-        strange = ("open with", "compact", "memory")
-        want = [work for work in self.WORKS if not work.startswith(strange)]
-        self.assertEqual([figure["work"] for figure in figures], want)
-        for figure in figures:
-            self.assertGreater(figure["value"], 0, figure)
-            self.assertEqual("floor" in figure, "wake-up" in figure["work"], figure)
-        for name in tq.Queue(url)._engine.names():
-            self.assertEqual(tq.Queue(url, name).stats()[:4], (0, 0, 0, 0))
-
-    def test_markdown_is_a_table(self):
-        """With --markdown the figures are a table, the machine a line below."""
-        figures = [tq._Figure("put", "/s", 1234.5, 2469.0, 0.5),
-                   tq._Figure("kill -9", "s", 0.512, math.nan, math.nan)]  # fmt: skip
-        args = argparse.Namespace(markdown=True, dir=".", jobs=200)
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            tq._show_figures(figures, args, tq._Out(False))
-        *table, empty, machine = out.getvalue().splitlines()
-        self.assertEqual(table, [
-            "| work | rate | floor | of floor |", "| --- | ---: | ---: | ---: |",
-            "| put | 1,234/s | 2,469/s | 0.50 |", "| kill -9 | 0.51 s | - | - |",
-        ])  # fmt: skip
-        self.assertEqual(empty, "")
-        self.assertRegex(machine, r"^date \d{4}-\d\d-\d\d, .*, jobs 200\.$")
-
-    def test_ctrl_c_leaves_nothing_behind(self):
-        """A bench on a terminal shows how far it is, and cleans up when it is
-        interrupted; a --dir that is not there is usage."""
-        terminal = self.terminal("bench", "--jobs", "200")
-        terminal.read_until("round 1 of 3: memory")
-        terminal.type("\x03")
-        # With -m CPython ends by the signal, which a shell calls 130 too, if that
-        # fell into an eval, like that of a namedtuple in a module's import.
-        self.assertIn(terminal.end()[1], (130, -signal.SIGINT))
-        self.assertEqual(os.listdir(self.folder), [])
-        self.command("bench", "--dir", "nowhere", status=2)
-
-    def test_a_child_tells_how_much_it_grows(self):
-        """In bytes; 0 where the system does not tell."""
-        with tq.Queue(self.path, fsync=False) as queue:
-            queue.put_many(["x" * 1000] * 5000)
-        args = ["bench", "--measure=memory", "--dir=jobs"]
-        grown = json.loads(self.inside(*args)[0])
-        self.assertGreaterEqual(grown, 0)
-        with mock.patch.object(tq, "_text_of", lambda path: ""):
-            self.assertEqual(json.loads(self.inside(*args)[0]), 0)
-            bench = tq._Bench(self.folder, 10)
-            with mock.patch.object(tq._Child, "answer", lambda child: 0.0):
-                bench._measure_memory(0)
-        self.assertEqual(bench._seen, {})
-        self.assertEqual(tq._text_of(os.path.join(self.folder, "none")), "")
-
-    def test_a_child_tells_how_late_it_is(self):
-        """First for what stands in a pipe, then for jobs; in milliseconds."""
-        now = time.monotonic()
-        with tq.Queue(self.path, fsync=False) as queue:
-            queue.put_many([now, now])
-        piped = mock.Mock(side_effect=[struct.pack("d", now)] * 2)
-        args = ["bench", "--measure=wake-up", "--dir=jobs", "--jobs=2"]
-        real = os.read
-        fake = lambda fd, n: real(fd, n) if fd else piped(fd, n)  # noqa: E731  one use
-        with patched("os", read=fake):
-            ready, *late = map(json.loads, self.inside(*args)[0].splitlines())
-        self.assertEqual(ready, "ready")
-        for times in late:
-            self.assertEqual((len(times), times), (2, sorted(times)))
-            self.assertGreater(times[0], 0)
-
-    def measured(self, measure, told):
-        """What a child would say, which hears told() from its parent."""
-        real = os.read
-
-        def read(fd, n):
-            return real(fd, n) if fd else struct.pack("d", told())
-
-        with patched("os", read=read):
-            said = self.inside("bench", f"--measure={measure}", "--dir=jobs")[0]
-        return [json.loads(line) for line in said.splitlines()]
-
-    def test_children_work_until_an_instant(self):
-        """They tell how often they could, and how long the longest took."""
-        queue = self.queue(fsync=False)
-        ready, (count, longest) = self.measured("put", lambda: time.monotonic() + 0.02)
-        self.assertEqual((ready, len(queue)), ("ready", count + 1))
-        self.assertTrue(0 < longest < PATIENCE)
-        for left in (count, 0):
-            found = self.measured("take", lambda: 0.0)
-            self.assertEqual((found, len(queue)), (["ready", [0, 0.0]], left))
-            queue.purge("pending")  # one that runs dry goes on
-
-    def test_a_waiting_child_tells_its_cpu_seconds(self):
-        """Of taking what comes, until it is told to stop."""
-        queue = self.queue(fsync=False)
-        queue.put_many([1, 2, 3])
-
-        def told():
-            eventually(lambda: queue.stats()[:4] == (0, 0, 0, 0))
-            return 0.0
-
-        ready, seconds = self.measured("wait", told)
-        self.assertEqual(ready, "ready")
-        self.assertTrue(0 <= seconds < PATIENCE)
-
-    def test_a_child_holds_a_job_until_it_is_killed(self):
-        """It tells the job's id; after that it has nothing more to say."""
-        queue = self.queue(fsync=False)
-        queue.put(1, id="a")
-        with tq._Child("hold", self.path, "default") as child:
-            self.assertEqual(child.answer(), "a")
-            self.assertEqual(queue.find("a").state, "inflight")
-            child.process.kill()
-            self.assertRaisesRegex(tq.QueueError, "ended early", child.answer)
-        self.assertEqual(queue.reap_stale(), 1)
-        ended = mock.Mock(return_value=b"")
-        with patched("os", read=ended):
-            args = ["bench", "--measure=hold", "--dir=jobs"]
-            self.assertEqual(json.loads(self.inside(*args)[0]), "a")
-        ended.assert_called_once_with(0, 1)
-
-    def test_figures_for_people(self):
-        """A table with its numbers to the right, and the machine below."""
-        figures = [tq._Figure("put", "/s", 1000.0, 20000.0, 0.05)]
-        figures.append(tq._Figure("wake-up", "ms", 0.25, math.nan, math.nan))
-        args = types.SimpleNamespace(markdown=False, dir=self.folder, jobs=7)
-        with mock.patch.object(sys, "stdout", Screen()) as out:
-            with mock.patch.dict(os.environ, NO_COLOR="1", COLUMNS="200"):
-                tq._show_figures(figures, args, tq._Out(False))
-        head, first, second, machine = out.getvalue().splitlines()
-        self.assertRegex(first, r"^put +1,000/s +20,000/s +0\.05$")
-        self.assertRegex(second, r"^wake-up +0\.25 ms +- +-$")
-        self.assertEqual((len(first), head.split()[0]), (len(second), "WORK"))
-        self.assertTrue(machine.endswith("jobs 7"))
-
-
-# Command line: examples
-# =============================================================================
-
-
-class CompareTest(CommandLineCase):
-    """To go into ExampleScriptsTest, whose run_example() it then uses."""
-
-    def test_compare_without_peers(self):
-        """Without peers compare.py says how to get them and measures the rest."""
-        script = os.path.join(ROOT, "examples", "compare.py")
-        ran = subprocess.run(
-            [sys.executable, "-S", script, "--jobs", "200"], cwd=self.folder,
-            env=self.env, timeout=60, capture_output=True, text=True,
-        )  # fmt: skip
-        self.assertEqual((ran.returncode, ran.stderr), (0, ""), ran.stdout)
-        skipped = re.findall(r"(?m)^(\S+): skipped, not installed", ran.stdout)
-        self.assertEqual(len(skipped), 6, ran.stdout)
-        rows = re.findall(r"(?m)^tiny_queue( +[\d,]+){3}", ran.stdout)
-        self.assertEqual(len(rows), 2, ran.stdout)
-        self.assertEqual(os.listdir(self.folder), [])
 
 
 # Simulated disk
@@ -17398,12 +17229,12 @@ class ExamplesTest(Case):
         "quickstart.py": ["input"],
         "latency.py": ["0.2"],
         "compare.py": ["--jobs", "50"],
+        "bench.py": ["--jobs", "200", "--rounds", "1"],
     }
-    # compare.py measures for ten seconds and more; ExampleScriptsTest and
-    # CompareTest run these, and look at what they say.
+    # These take long, or ExampleScriptsTest looks at what they say.
     ELSEWHERE = {
-        "compare.py", "web_handoff.py", "cron_once.py", "async_program.py", "poison.py",
-        "transfer.py",
+        "bench.py", "compare.py", "web_handoff.py", "cron_once.py", "async_program.py",
+        "poison.py", "transfer.py",
     }  # fmt: skip
 
     def test_every_example_runs(self):
