@@ -97,6 +97,7 @@ LIGHT = os.environ.get("TQ_LIGHT", "") not in ("", "0")
 SEED = int(os.environ.get("TQ_SEED", "1"))
 ROOT = os.path.dirname(os.path.abspath(__file__))
 STATES = ("pending", "inflight", "dead")
+EPOCH = 1.7e9  # when a simulated host starts
 PATIENCE = 20.0  # seconds before something that must happen counts as not happening
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job
@@ -135,22 +136,25 @@ def patched(name, **fakes):
 
 
 class Clock:
-    """The real clocks, each plus what the test has added; the wall clock
-    stands still if it was given an instant."""
+    """The real clocks, each plus what the test has added; one that was given an
+    instant stands still but for that, and nobody sleeps by it."""
 
-    def __init__(self, at=None):
-        self.at = at
+    def __init__(self, at=None, mono=None):
+        self.at, self.since = at, mono
         self.wall = self.mono = 0.0
 
     def jump(self, seconds=0.0, mono=0.0):
         self.wall += seconds
         self.mono += mono
 
+    def sleep(self, seconds):
+        self.jump(seconds, seconds)
+
     def time(self):
         return (time.time() if self.at is None else self.at) + self.wall
 
     def monotonic(self):
-        return time.monotonic() + self.mono
+        return (time.monotonic() if self.since is None else self.since) + self.mono
 
     def patch(self):
         return patched("time", time=self.time, monotonic=self.monotonic)
@@ -12134,29 +12138,27 @@ class ExampleScriptsTest(CommandLineCase):
 
 Hook = Callable[[str, str, "tuple[Any, ...]"], Optional[int]]
 Op = tuple[Any, ...]
+Tree = dict[str, bytes]  # {path: content}; a path that ends in / is a directory
 
 MUTATING = frozenset(
     "create fchmod fchown fdatasync fsync ftruncate mkdir replace unlink write".split()
 )
 EVERY_CALL = MUTATING | frozenset(
-    "close fcntl flock fstat listdir open pread stat".split()
+    "fcntl flock fstat listdir lseek open pread stat".split()
 )
 
 # Beyond these many loose directory operations their subsets are sampled.
 _ALL_SUBSETS = 8
 _GARBAGE = bytes((129 + 7 * byte) % 256 for byte in range(256))
 _FLOCK = "hhqqi4x"
-_FOREVER = 1 << 63
 _WRITABLE = os.O_WRONLY | os.O_RDWR
-# Delegated, these would work on the real disk under the test's feet.
-_REFUSED = frozenset(
-    "access chmod chown copy_file_range dup dup2 fdopen fwalk lchown link lseek"
-    " makedirs mkfifo mknod pipe posix_fallocate pwrite pwritev read readlink"
-    " readv remove removedirs rename renames rmdir scandir sendfile statvfs symlink"
-    " sync truncate utime walk writev".split()
+# What the simulated os takes from the real one: all that touches no disk.
+_HARMLESS = frozenset(
+    "SEEK_SET SEEK_END fsencode fsdecode fspath getuid geteuid getegid name"
+    " environ strerror sep register_at_fork get_inheritable cpu_count".split()
 )
 # Unique over all disks and processes: a descriptor that outlives its process never
-# names another one's file, and the log can name a file after its inode is reused.
+# names another one's file, and the log names a file for life.
 _descriptors = itertools.count(1000)
 _keys = itertools.count(100)
 _pids = itertools.count(1000)
@@ -12167,27 +12169,21 @@ class Died(BaseException):
 
 
 def _error(code: int, *paths: Any) -> OSError:
-    if len(paths) == 2:
-        return OSError(code, os.strerror(code), paths[0], None, paths[1])
-    return OSError(code, os.strerror(code), *paths)
+    blamed = [paths[0], None, paths[1]] if len(paths) == 2 else paths
+    return OSError(code, os.strerror(code), *blamed)
 
 
 def _absolute(path: Any) -> str:
     return posixpath.normpath(posixpath.join("/", os.fsdecode(path)))
 
 
-def _edit(content: bytes, op: Op) -> bytes:
-    if op[0] == "truncate":
-        return content[: op[2]].ljust(op[2], b"\0")
-    offset: int = op[2]
-    data: bytes = op[3]
-    head = content[:offset].ljust(offset, b"\0")
-    return head + data + content[offset + len(data) :]
-
-
-def _edit_all(content: bytes, ops: list[Op]) -> bytes:
-    for op in ops:
-        content = _edit(content, op)
+def _edit(content: bytes, ops: Iterable[Op]) -> bytes:
+    for kind, _, place, *data in ops:
+        head = content[:place].ljust(place, b"\0")
+        if kind == "truncate":
+            content = head
+        else:
+            content = head + data[0] + content[place + len(data[0]) :]
     return content
 
 
@@ -12197,126 +12193,91 @@ def _rename(names: dict[str, int], op: Op) -> None:
     if op[0] in ("replace", "unlink"):
         names.pop(op[2], None)
     if op[0] != "unlink":
-        names[op[3] if op[0] == "replace" else op[2]] = op[1]
+        names[op[-1]] = op[1]
 
 
-def _touched(op: Op) -> set[str]:
-    return set(op[2:4] if op[0] == "replace" else op[2:3])
+class Image:
+    """Which names there are, and what each file holds (None: a directory)."""
 
-
-class _Image:
-    """Names, contents (None for a directory) and (mode, uid, gid) of a moment."""
-
-    def __init__(
-        self,
-        names: dict[str, int],
-        data: dict[int, bytes | None],
-        meta: dict[int, tuple[int, int, int]],
-    ) -> None:
-        self.names, self.data, self.meta = names, data, meta
+    def __init__(self, names: dict[str, int], data: dict[int, Any]) -> None:
+        self.names, self.data = names, data
 
     @classmethod
-    def of_tree(cls, tree: dict[str, bytes]) -> _Image:
-        image = cls({}, {}, {})
+    def of_tree(cls, tree: Tree) -> Image:
+        image = cls({}, {})
         for path, data in {"/": b"", **tree}.items():
             full = posixpath.normpath(path)
-            above = [full[:at] for at in range(1, len(full)) if full[at] == "/"]
-            for each in [*above, full]:
-                if each not in image.names:
-                    is_file = each == full and not path.endswith("/")
-                    image.add(each, bytes(data) if is_file else None)
+            for above in [full[:at] for at in range(1, len(full)) if full[at] == "/"]:
+                image.apply(("mkdir", image.names.get(above) or next(_keys), above))
+            kind = "mkdir" if path.endswith("/") else "create"
+            image.apply((kind, image.names.get(full) or next(_keys), full))
+            if kind == "create":
+                image.data[image.names[full]] = bytes(data)
         return image
 
-    def add(self, path: str, data: bytes | None) -> None:
-        mode = stat.S_IFDIR | 0o700 if data is None else stat.S_IFREG | 0o600
-        self.names[path] = key = next(_keys)
-        self.data[key] = data
-        self.meta[key] = (mode, os.getuid(), os.getgid())
+    def tree(self) -> Tree:
+        """The regular files."""
+        data = self.data
+        found = {path: data[key] for path, key in self.names.items()}
+        return {path: data for path, data in found.items() if data is not None}
 
-    def copy(self) -> _Image:
-        return _Image(dict(self.names), dict(self.data), dict(self.meta))
+    def copy(self) -> Image:
+        return Image(dict(self.names), dict(self.data))
 
     def apply(self, op: Op) -> None:
         kind, key = op[:2]
         if kind in ("write", "truncate"):
-            self.data[key] = _edit(self.data[key] or b"", op)
-        elif kind == "meta":
-            self.meta[key] = op[2:]
+            self.data[key] = _edit(self.data[key], [op])
         elif kind in ("create", "mkdir", "replace", "unlink"):
             if kind in ("create", "mkdir"):
                 self.data[key] = b"" if kind == "create" else None
-                self.meta[key] = op[3]
             _rename(self.names, op)
 
-    def is_new(self, seen: set[int], level: int = 0) -> bool:
+    def is_new(self, seen: set[int], level: int) -> bool:
         # bytes remember their hash, and states share them: this costs no pass over
         # the contents. A false match at 64 bits would only skip one state.
-        data = self.data
-        tree = frozenset((path, data[key]) for path, key in self.names.items())
-        known = hash((level, tree))
+        known = hash(
+            (level, frozenset((p, self.data[k]) for p, k in self.names.items()))
+        )
         return known not in seen and not seen.add(known)  # type: ignore[func-returns-value]
 
 
-class _Node:
-    """A file or directory; data is shared bytes until the first write."""
-
-    __slots__ = ("data", "gid", "ino", "key", "mode", "mtime", "uid")
-
-    def __init__(self, key: int, ino: int, data: Any, meta: Op) -> None:
-        self.key, self.ino, self.data, self.mtime = key, ino, data, int(time.time())
-        self.mode, self.uid, self.gid = meta
-
-
-class _Handle:
+class Handle:
     """An open file description: it, not the process, owns the locks."""
 
-    __slots__ = ("flags", "flock", "node", "path", "position", "ranges")
-
-    def __init__(self, node: _Node, path: str, flags: int) -> None:
-        self.node, self.path, self.flags = node, path, flags
-        self.position = self.flock = 0
-        self.ranges: list[tuple[int, int, int]] = []
+    def __init__(self, key: int, path: str, flags: int) -> None:
+        self.key, self.path, self.flags = key, path, flags
+        self.position, self.locked = 0, False
+        self.bytes: set[int] = set()  # those of the file that it has locked
 
 
-class Disk:
-    """What the processes of one host share: files, locks, and a log of all changes.
+class Disk(Image):
+    """What the processes of one host share: files, locks, a clock, and a log.
 
     The log's entries are (kind, key, ...), key being a file's number for life:
-    ("write", key, offset, bytes), ("truncate", key, size), ("meta", key, mode, uid,
-    gid), ("fsync", key), ("fsyncdir", key, path), ("failed", key) for an fsync that
-    a hook refused, ("create", key, path, meta), ("mkdir", key, path, meta),
-    ("replace", key, from, to), ("unlink", key, path).
+    ("write", key, offset, bytes), ("truncate", key, size), ("fsync", key),
+    ("fsyncdir", key, path), ("failed", key) and ("faileddir", key, path) for an
+    fsync that a hook refused, ("create", key, path), ("mkdir", key, path),
+    ("replace", key, from, to), ("unlink", key, path), ("meta", key).
     """
 
-    def __init__(self, image: _Image | None = None) -> None:
+    def __init__(self, image: Image | None = None) -> None:
+        self.base = image or Image.of_tree({})  # durable, and where the log starts
+        super().__init__(dict(self.base.names), dict(self.base.data))
         self.hook: Hook | None = None
         self.watch: frozenset[str] = MUTATING  # the calls that the hook is told of
-        self.capacity: int | None = None  # bytes in all regular files together
-        self.reuse_inodes = False
+        self.capacity = math.inf  # bytes in all regular files together
         self.origin = 0  # of a crash state: how many operations had happened whole
         self.log: list[Op] = []
-        self.base = image or _Image.of_tree({})  # durable, and where the log starts
-        self.handles: set[_Handle] = set()
+        self.modes: dict[int, int] = {}
+        self.changed: dict[str, float] = {}  # when a directory's names last were
+        self.handles: set[Handle] = set()
         self.mutex = threading.Lock()
-        self.free_inodes: list[int] = []
-        data, meta = self.base.data, self.base.meta
-        self.names = {
-            path: _Node(key, key, data[key], meta[key])
-            for path, key in self.base.names.items()
-        }
+        self.clock = Clock(EPOCH, 1000.0)
 
     @classmethod
-    def from_tree(cls, tree: dict[str, bytes]) -> Disk:
-        """Make a disk of {path: content}; a path that ends in / is a directory."""
-        return cls(_Image.of_tree(tree))
-
-    def tree(self) -> dict[str, bytes]:
-        """Return {path: content} of the regular files, as a live process sees it."""
-        return {
-            path: bytes(node.data)
-            for path, node in self.names.items()
-            if node.data is not None
-        }
+    def from_tree(cls, tree: Tree) -> Disk:
+        return cls(Image.of_tree(tree))
 
     def sync(self) -> None:
         """Make everything durable and start a new log."""
@@ -12326,16 +12287,16 @@ class Disk:
         """Return the disk as it was after that many operations, undurable ones kept."""
         return self._revive(self._replay(position), self.log[:position], position)
 
-    def _replay(self, position: int) -> _Image:
+    def _replay(self, position: int) -> Image:
         image = self.base.copy()
         for op in self.log[:position]:
             image.apply(op)
         return image
 
-    def _revive(self, image: _Image, log: list[Op], origin: int) -> Disk:
+    def _revive(self, image: Image, log: list[Op], origin: int) -> Disk:
         disk = Disk(image)
-        disk.base, disk.log = self.base, log
-        disk.origin, disk.capacity = origin, self.capacity
+        disk.base, disk.log, disk.origin = self.base, log, origin
+        disk.clock.wall, disk.clock.mono = self.clock.wall, self.clock.mono
         return disk
 
     def process_death_states(
@@ -12343,17 +12304,16 @@ class Disk:
         start: int = 0,
         *,
         torn_limit: int = 4096,
-        seen: set[int] | None = None,
         level: Callable[[int], int] = lambda position: 0,
     ) -> Iterator[tuple[str, Disk]]:
         """Yield (label, disk) for a death of every process at each moment.
 
         That is after each operation from the start-th on, and at each byte of each
         write (torn_limit evenly spread ones, when it has more). Each disk keeps its
-        log, so a power cut can follow. seen drops equal trees, across calls too; but
-        not those of positions at another level, where more must have survived.
+        log, so a power cut can follow. Equal trees are dropped, but not those of
+        positions at another level, where more must have survived.
         """
-        seen = set() if seen is None else seen
+        seen: set[int] = set()
         image = self._replay(start)
         for position in range(start, len(self.log) + 1):
             done = self.log[:position]
@@ -12375,77 +12335,45 @@ class Disk:
         rng: random.Random,
         limit: int = 1000,
         *,
-        at: int | Iterable[int] | None = None,
+        at: Iterable[int] = (),
         variants: str = "all",
-        seen: set[int] | None = None,
         level: Callable[[int], int] = lambda position: 0,
     ) -> Iterator[tuple[str, Disk]]:
         """Yield (label, disk) for what a power cut may leave, all of it durable.
 
-        at is when: a number of operations, or several in rising order; the end of
-        the log if None. At each moment all states, or a sample of at most limit.
-        variants: "prefix" cuts between operations, "all" also in and under the last
-        one, "holes" also leaves NULs where an earlier unsynced write was. seen and
-        level: as in process_death_states.
+        at is when: numbers of operations in rising order, or the end of the log. At
+        each moment all states, or a sample of at most limit. variants: "prefix" cuts
+        between operations, "all" also in and under the last one, "holes" also leaves
+        NULs where an earlier unsynced write was. level: as in process_death_states.
         """
-        seen = set() if seen is None else seen
-        moments = [len(self.log)] if at is None else [at] if isinstance(at, int) else at
+        seen: set[int] = set()
         cut, fed = _PowerCut(self.base, variants), 0
-        for moment in moments:
+        for moment in at or [len(self.log)]:
             for op in self.log[fed:moment]:
                 cut.feed(op)
             fed = moment
-            count = 0
-            for label, image in cut.images(rng, limit):
-                if count == limit:
-                    break
-                if image.is_new(seen, level(moment)):
-                    count += 1
-                    disk = Disk(image)
-                    disk.origin, disk.capacity = moment, self.capacity
-                    yield f"power cut after op {moment}: {label}", disk
+            new = (
+                (label, image)
+                for label, image in cut.images(rng, limit)
+                if image.is_new(seen, level(moment))
+            )
+            for label, image in itertools.islice(new, limit):
+                disk = Disk(image)
+                disk.origin = moment
+                yield f"power cut after op {moment}: {label}", disk
 
-    # -- what the system calls do; the mutex is held --------------------------------
-
-    def add(self, kind: str, path: str, mode: int) -> _Node:
-        key, meta = next(_keys), (mode, os.getuid(), os.getgid())
-        ino = self.free_inodes.pop() if self.free_inodes else key
-        data = bytearray() if kind == "create" else None
-        node = self.names[path] = _Node(key, ino, data, meta)
-        self.log.append((kind, key, path, meta))
-        return node
-
-    def edit(self, node: _Node, op: Op) -> None:
-        if isinstance(node.data, bytes):
-            node.data = bytearray(node.data)
-        if op[0] == "truncate":
-            del node.data[op[2] :]
-            node.data.extend(bytes(op[2] - len(node.data)))
-        else:
-            _, _, offset, data = op
-            node.data.extend(bytes(max(0, offset - len(node.data))))
-            node.data[offset : offset + len(data)] = data
-        node.mtime = int(time.time())
+    def do(self, *op: Any) -> None:
+        """Change something, and log it; the mutex is held."""
+        self.apply(op)
         self.log.append(op)
+        for path in op[2:] if op[0] in ("create", "mkdir", "replace", "unlink") else ():
+            self.changed[posixpath.dirname(path)] = self.clock.time()
 
-    def set_meta(self, node: _Node, meta: tuple[int, int, int]) -> None:
-        node.mode, node.uid, node.gid = meta
-        self.log.append(("meta", node.key, *meta))
-
-    def room(self, node: _Node, offset: int) -> float:
+    def room(self, key: int, offset: int) -> float:
         """Return how many bytes may be written there."""
-        if self.capacity is None:
-            return math.inf
-        used = {n for n in self.names.values() if n.data is not None}
-        used |= {handle.node for handle in self.handles if handle.node.data is not None}
-        free = self.capacity - sum(len(each.data) for each in used)
-        return max(0, len(node.data) - offset + free)
-
-    def forget(self, node: _Node | None) -> None:
-        """Give the inode number back once neither name nor descriptor holds it."""
-        if self.reuse_inodes and node and node not in self.names.values():
-            if all(handle.node is not node for handle in self.handles):
-                self.free_inodes.append(node.ino)
+        used = {*self.names.values(), *(handle.key for handle in self.handles)}
+        free = self.capacity - sum(len(self.data[each] or b"") for each in used)
+        return max(0, len(self.data[key]) - offset + free)
 
 
 def _cuts(op: Op, limit: int) -> Iterable[int]:
@@ -12475,11 +12403,8 @@ def _tails(data: bytes) -> list[bytes]:
 class _PowerCut:
     """Reads a log; knows what a power cut must leave and what it may."""
 
-    def __init__(self, base: _Image, variants: str) -> None:
-        if variants not in ("prefix", "all", "holes"):
-            raise ValueError(f"variants {variants!r}")
-        self.variants = variants
-        self.names, self.meta = dict(base.names), dict(base.meta)
+    def __init__(self, base: Image, variants: str) -> None:
+        self.variants, self.names = variants, dict(base.names)
         self.loose: list[Op] = []  # directory operations that may be lost
         self.stuck: list[Op] = []  # those that a failed fsync dropped
         self.pending: dict[int, list[Op]] = {}  # edits that may be lost, by file
@@ -12493,20 +12418,24 @@ class _PowerCut:
         self.known.pop(key, None)
         if kind in ("write", "truncate"):
             self.pending.setdefault(key, []).append(op)
-        elif kind == "meta":
-            self.meta[key] = op[2:]
         elif kind == "fsync":
-            self._fsync(key)
+            ends = [
+                _edit(old, ops)
+                for old in self.durable[key]
+                for ops in self._histories(key)
+            ]
+            self.durable[key] = list(dict.fromkeys(ends))
+            self.pending.pop(key, None)
+            self.failed.pop(key, None)
         elif kind == "failed":
             self.failed[key] = len(self.pending.get(key, ()))
         elif kind == "fsyncdir":
             self._sync_names(op[2])
         elif kind == "faileddir":
             self.stuck += [o for o in self.loose if posixpath.dirname(o[2]) == op[2]]
-        else:
+        elif kind != "meta":
             if kind in ("create", "mkdir"):
                 self.durable[key] = [b"" if kind == "create" else None]
-                self.meta[key] = op[3]
             self.loose.append(op)
 
     def _sync_names(self, path: str) -> None:
@@ -12517,7 +12446,7 @@ class _PowerCut:
                 kept.append(op)
             else:
                 _rename(self.names, op)
-                kept = [old for old in kept if not _touched(old) & _touched(op)]
+                kept = [old for old in kept if not {*old[2:]} & {*op[2:]}]
         self.loose = kept
 
     def _histories(self, key: int) -> list[list[Op]]:
@@ -12525,13 +12454,6 @@ class _PowerCut:
         # succeeds without them, and what they held may or may not be on the disk.
         ops, failed = self.pending.get(key, []), self.failed.get(key, 0)
         return [ops[failed:], ops] if failed else [ops]
-
-    def _fsync(self, key: int) -> None:
-        histories = self._histories(key)
-        ends = [_edit_all(old, ops) for old in self.durable[key] for ops in histories]
-        self.durable[key] = list(dict.fromkeys(ends))
-        self.pending.pop(key, None)
-        self.failed.pop(key, None)
 
     def contents(self, key: int) -> list[Any]:
         """Return all contents that the file may have, from none to all written."""
@@ -12547,13 +12469,13 @@ class _PowerCut:
         for count, op in enumerate(ops):
             if op[0] == "write" and self.variants != "prefix":
                 for tail in _tails(op[3]):
-                    yield _edit(before, (*op[:3], tail))
+                    yield _edit(before, [(*op[:3], tail)])
             if self.variants == "holes":
                 for i, (kind, *place) in enumerate(ops[:count]):
                     if kind == "write":
                         hole = (kind, *place[:2], bytes(len(place[2])))
-                        yield _edit_all(old, [*ops[:i], hole, *ops[i + 1 : count + 1]])
-            before = _edit(before, op)
+                        yield _edit(old, [*ops[:i], hole, *ops[i + 1 : count + 1]])
+            before = _edit(before, [op])
             yield before
 
     def _view(self, mask: int) -> dict[str, int]:
@@ -12576,61 +12498,49 @@ class _PowerCut:
         views = {frozenset(v.items()): v for v in map(self._view, masks)}
         return list(views.values())
 
-    def images(self, rng: random.Random, limit: int) -> Iterator[tuple[str, _Image]]:
+    def images(self, rng: random.Random, limit: int) -> Iterator[tuple[str, Image]]:
         """Yield all states, or the two extremes and then random ones."""
         views = self._views(rng, limit)
         options = [[self.contents(key) for key in view.values()] for view in views]
+
+        def image(which: int, contents: Iterable[Any]) -> Image:
+            view = views[which]
+            return Image(view, dict(zip(view.values(), contents)))
+
         total = sum(math.prod(map(len, option)) for option in options)
         if total <= limit and len(self.loose) <= _ALL_SUBSETS:
-            for number, (view, option) in enumerate(zip(views, options)):
+            for number, option in enumerate(options):
                 for chosen in itertools.product(*option):
-                    yield f"all, names {number}", self._image(view, chosen)
+                    yield f"all, names {number}", image(number, chosen)
             return
         for end in (0, -1):
-            yield f"end {end}", self._image(views[end], [o[end] for o in options[end]])
+            yield f"end {end}", image(end, [o[end] for o in options[end]])
         for number in range(4 * limit):
             which = rng.randrange(len(views))
             picked = [rng.choice(option) for option in options[which]]
-            yield f"sample {number}", self._image(views[which], picked)
-
-    def _image(self, view: dict[str, int], contents: Iterable[Any]) -> _Image:
-        meta = {key: self.meta[key] for key in view.values()}
-        return _Image(view, dict(zip(view.values(), contents)), meta)
+            yield f"sample {number}", image(which, picked)
 
 
 class Process:
     """One process on a disk: its pid, its descriptors, its `os` and its `fcntl`.
 
-    Its own hook, if any, is asked instead of the disk's. seed makes os.urandom
-    repeatable; by default it is the real one.
+    Its own hook, if any, is asked instead of the disk's.
     """
 
-    def __init__(self, disk: Disk, *, seed: Any = None) -> None:
-        self.disk, self.pid, self.umask = disk, next(_pids), 0o022
+    def __init__(self, disk: Disk) -> None:
+        self.disk, self.pid = disk, next(_pids)
+        self.random = random.Random(f"{SEED} {self.pid}")
         self.hook: Hook | None = None
         self.dead = False
-        self.handles: dict[int, _Handle] = {}
+        self.handles: dict[int, Handle] = {}
         self.issued: set[int] = set()
-        self.random = None if seed is None else random.Random(seed)
-        self.os = _SimulatedOS(self)
-        self.fcntl = _SimulatedFcntl(self)
+        self.os, self.fcntl = _SimulatedOS(self), _SimulatedFcntl(self)
 
     def kill(self) -> None:
         """End it here: its descriptors and locks go, what it wrote stays."""
         self.dead = True
-        for fd in list(self.handles):
-            self.release(fd)
-
-    def release(self, fd: int) -> None:
-        handle = self.handles.pop(fd)
-        self.disk.handles.discard(handle)
-        self.disk.forget(handle.node)
-
-    @contextlib.contextmanager
-    def patch(self, module: Any) -> Iterator[Process]:
-        """Let the module's `os` and `fcntl` be this process's."""
-        with mock.patch.multiple(module, os=self.os, fcntl=self.fcntl):
-            yield self
+        self.disk.handles -= {*self.handles.values()}
+        self.handles.clear()
 
 
 def _syscall(method: Callable[..., Any], name: str = "") -> Callable[..., Any]:
@@ -12665,18 +12575,12 @@ class _Calls:
         self._process, self._disk = process, process.disk
 
     def _ask(self, hook: Hook, name: str, args: Op) -> Op:
+        """The arguments that a hook leaves of a call, if it does not raise."""
         try:
             count = hook(name, "before", args)
         except OSError:
             if name in ("fsync", "fdatasync"):
-                handle = self._handle(args[0])
-                is_file = handle.node.data is not None
-                op = (
-                    ("failed", handle.node.key)
-                    if is_file
-                    else ("faileddir", handle.node.key, handle.path)
-                )
-                self._disk.log.append(op)
+                self._log_sync("failed", self._handle(args[0]))
             raise
         if self._process.dead:
             raise Died(name)
@@ -12684,82 +12588,78 @@ class _Calls:
             return args[0], bytes(args[1])[:count]
         return args
 
-    def _handle(self, fd: int) -> _Handle:
+    def _log_sync(self, kind: str, handle: Handle) -> None:
+        if self._disk.data[handle.key] is None:
+            self._disk.do(f"{kind}dir", handle.key, handle.path)
+        else:
+            self._disk.do(kind, handle.key)
+
+    def _handle(self, fd: int) -> Handle:
         handle = self._process.handles.get(fd)
         if handle is None:
             raise _error(errno.EBADF)
         return handle
 
-    def _writable(self, fd: int, code: int) -> _Handle:
+    def _writable(self, fd: int, code: int) -> Handle:
         handle = self._handle(fd)
         if not handle.flags & _WRITABLE:
             raise _error(code)
         return handle
 
 
-class _SimulatedPath:
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(posixpath, name)
-
-    def isdir(self, path: Any) -> bool:
-        node = self._disk.names.get(_absolute(path))
-        return node is not None and node.data is None
-
-
 class _SimulatedOS(_Calls):
     def __init__(self, process: Process) -> None:
         super().__init__(process)
-        self.path = _SimulatedPath(process.disk)
+        self.path = Patched(posixpath, isdir=self._isdir)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _REFUSED:
-            raise AttributeError(f"the simulated os has no {name}")
-        return getattr(os, name)
+        if name in _HARMLESS or name[:2] == "O_":
+            return getattr(os, name)
+        raise AttributeError(f"the simulated os has no {name}")
 
-    def _find(self, path: Any, *blamed: Any) -> tuple[str, _Node | None]:
+    def _isdir(self, path: Any) -> bool:
+        key = self._disk.names.get(_absolute(path))
+        return key is not None and self._disk.data[key] is None
+
+    def _find(self, path: Any, *blamed: Any) -> tuple[str, int | None]:
         """Return the full path and what is there; its directory must exist."""
         names = self._disk.names
-        if path.__class__ is str and path in names:
-            return path, names[path]
-        blamed = blamed or (path,)
-        full = _absolute(path)
-        node = names.get(full)
-        if node is None:
+        full = path if path.__class__ is str and path in names else _absolute(path)
+        if full not in names:
             parent = above = posixpath.dirname(full)
             while above not in names:
                 above = posixpath.dirname(above)
-            if names[above].data is not None:
-                raise _error(errno.ENOTDIR, *blamed)
+            if self._disk.data[names[above]] is not None:
+                raise _error(errno.ENOTDIR, *(blamed or (path,)))
             if above != parent:
-                raise _error(errno.ENOENT, *blamed)
-        return full, node
+                raise _error(errno.ENOENT, *(blamed or (path,)))
+        return full, names.get(full)
 
-    def _existing(self, path: Any) -> tuple[str, _Node]:
-        full, node = self._find(path)
-        if node is None:
-            raise _error(errno.ENOENT, path)
-        return full, node
+    def _existing(self, path: Any, *blamed: Any) -> tuple[str, int, Any]:
+        """Return the full path, the file and what it holds."""
+        full, key = self._find(path, *blamed)
+        if key is None:
+            raise _error(errno.ENOENT, *(blamed or (path,)))
+        return full, key, self._disk.data[key]
 
     def _do_open(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        full, node = self._find(path)
-        if node is None:
+        full, key = self._find(path)
+        if key is None:
             if not flags & os.O_CREAT:
                 raise _error(errno.ENOENT, path)
-            bits = stat.S_IFREG | mode & 0o7777 & ~self._process.umask
-            node = self._disk.add("create", full, bits)
+            key = next(_keys)
+            self._disk.do("create", key, full)
+            self._disk.modes[key] = mode & ~0o022
         elif flags & os.O_CREAT and flags & os.O_EXCL:
             raise _error(errno.EEXIST, path)
-        elif node.data is None:
+        elif self._disk.data[key] is None:
             if flags & (_WRITABLE | os.O_CREAT | os.O_TRUNC):
                 raise _error(errno.EISDIR, path)
         elif flags & os.O_DIRECTORY:
             raise _error(errno.ENOTDIR, path)
         elif flags & os.O_TRUNC:
-            self._disk.edit(node, ("truncate", node.key, 0))
-        handle, fd = _Handle(node, full, flags), next(_descriptors)
+            self._disk.do("truncate", key, 0)
+        handle, fd = Handle(key, full, flags), next(_descriptors)
         self._disk.handles.add(handle)
         self._process.handles[fd] = handle
         self._process.issued.add(fd)
@@ -12768,7 +12668,7 @@ class _SimulatedOS(_Calls):
     _open_only, _open_change = _syscall(_do_open, "open"), _syscall(_do_open, "create")
 
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        makes = flags & os.O_CREAT and not self._find(path)[1]
+        makes = flags & os.O_CREAT and self._find(path)[1] is None
         opener = self._open_change if makes or flags & os.O_TRUNC else self._open_only
         fd: int = opener(path, flags, mode)
         return fd
@@ -12776,31 +12676,46 @@ class _SimulatedOS(_Calls):
     def close(self, fd: int) -> None:
         # The dead hold nothing. A descriptor of another process comes from an object
         # that outlived the patch; a second close of one's own is an error.
-        if fd in self._process.handles or fd in self._process.issued or fd < 1000:
-            if not self._process.dead:
-                self._close(fd)
+        process = self._process
+        if fd in process.handles:
+            process.disk.handles.discard(process.handles.pop(fd))
+        elif fd < 1000 or fd in process.issued and not process.dead:
+            raise _error(errno.EBADF)
 
-    @functools.partial(_syscall, name="close")
-    def _close(self, fd: int) -> None:
-        self._handle(fd)
-        self._process.release(fd)
-
-    def _stat(self, node: _Node) -> os.stat_result:
-        size, at = len(node.data or b""), node.mtime
-        known = (node.mode, node.ino, 77, 1, node.uid, node.gid, size, at, at, at)
-        return os.stat_result(known)
+    def _stat(self, key: int, path: str = "") -> types.SimpleNamespace:
+        data = self._disk.data[key]
+        kind = stat.S_IFDIR | 0o700 if data is None else stat.S_IFREG
+        at = self._disk.changed.get(path, 0.0)
+        return types.SimpleNamespace(
+            st_mode=kind | (data is not None and self._disk.modes.get(key, 0o600)),
+            st_ino=key, st_dev=77, st_nlink=1, st_uid=os.getuid(), st_gid=os.getgid(),
+            st_size=len(data or b""), st_mtime=at, st_mtime_ns=int(at * 1e9),
+        )  # fmt: skip
 
     @_syscall
-    def stat(self, path: Any, *, follow_symlinks: bool = True) -> os.stat_result:
-        if isinstance(path, int):
-            return self._stat(self._handle(path).node)
-        return self._stat(self._existing(path)[1])
+    def stat(self, path: Any, *, follow_symlinks: bool = True) -> Any:
+        full, key, _ = self._existing(path)
+        return self._stat(key, full)
 
     lstat = stat
 
     @_syscall
-    def fstat(self, fd: int) -> os.stat_result:
-        return self._stat(self._handle(fd).node)
+    def fstat(self, fd: int) -> Any:
+        handle = self._handle(fd)
+        return self._stat(handle.key, handle.path)
+
+    @_syscall
+    def lseek(self, fd: int, offset: int, whence: int) -> int:
+        handle = self._handle(fd)
+        data = self._disk.data[handle.key]
+        if data is None or whence not in (os.SEEK_SET, os.SEEK_END):
+            raise NotImplementedError("lseek of a directory, or from elsewhere")
+        if whence == os.SEEK_END:
+            offset += len(data)
+        if offset < 0:
+            raise _error(errno.EINVAL)
+        handle.position = offset
+        return offset
 
     @_syscall
     def pread(self, fd: int, count: int, offset: int) -> bytes:
@@ -12809,21 +12724,22 @@ class _SimulatedOS(_Calls):
             raise _error(errno.EBADF)
         if offset < 0 or count < 0:
             raise _error(errno.EINVAL)
-        if handle.node.data is None:
+        data: bytes | None = self._disk.data[handle.key]
+        if data is None:
             raise _error(errno.EISDIR)
-        return bytes(handle.node.data[offset : offset + count])
+        return data[offset : offset + count]
 
     @_syscall
     def write(self, fd: int, data: Any) -> int:
         handle = self._writable(fd, errno.EBADF)
-        node, data = handle.node, bytes(data)
         appends = handle.flags & os.O_APPEND
-        offset = len(node.data) if appends else handle.position
-        count = int(min(len(data), self._disk.room(node, offset)))
+        offset = len(self._disk.data[handle.key]) if appends else handle.position
+        data = bytes(data)
+        count = int(min(len(data), self._disk.room(handle.key, offset)))
         if data and not count:
             raise _error(errno.ENOSPC)
         if data:
-            self._disk.edit(node, ("write", node.key, offset, data[:count]))
+            self._disk.do("write", handle.key, offset, data[:count])
         handle.position = offset + count
         return count
 
@@ -12831,546 +12747,341 @@ class _SimulatedOS(_Calls):
     def ftruncate(self, fd: int, size: int) -> None:
         if size < 0:
             raise _error(errno.EINVAL)
-        handle = self._writable(fd, errno.EINVAL)
-        self._disk.edit(handle.node, ("truncate", handle.node.key, size))
+        self._disk.do("truncate", self._writable(fd, errno.EINVAL).key, size)
 
     def _sync(self, fd: int) -> None:
-        handle = self._handle(fd)
-        node, name = handle.node, "fsync"
-        is_file = node.data is not None
-        op = (name, node.key) if is_file else (f"{name}dir", node.key, handle.path)
-        self._disk.log.append(op)
+        self._log_sync("fsync", self._handle(fd))
 
     fsync, fdatasync = _syscall(_sync, "fsync"), _syscall(_sync, "fdatasync")
 
     @_syscall
     def replace(self, src: Any, dst: Any) -> None:
-        source, node = self._find(src, src, dst)
+        self._find(src, src, dst)
         target, old = self._find(dst, src, dst)
-        if node is None:
-            raise _error(errno.ENOENT, src, dst)
-        if posixpath.dirname(source) != posixpath.dirname(target) or node.data is None:
+        source, key, data = self._existing(src, src, dst)
+        if posixpath.dirname(source) != posixpath.dirname(target) or data is None:
             raise NotImplementedError("replace: files of one directory only")
-        if old is not None and old.data is None:
+        if old is not None and self._disk.data[old] is None:
             raise _error(errno.EISDIR, src, dst)
-        if old is not node:
-            self._disk.names[target] = self._disk.names.pop(source)
-            self._disk.log.append(("replace", node.key, source, target))
-            self._disk.forget(old)
+        if old != key:
+            self._disk.do("replace", key, source, target)
 
     @_syscall
     def unlink(self, path: Any) -> None:
-        full, node = self._existing(path)
-        if node.data is None:
+        full, key, data = self._existing(path)
+        if data is None:
             raise _error(errno.EISDIR, path)
-        del self._disk.names[full]
-        self._disk.log.append(("unlink", node.key, full))
-        self._disk.forget(node)
+        self._disk.do("unlink", key, full)
 
     @_syscall
     def mkdir(self, path: Any, mode: int = 0o777) -> None:
-        full, node = self._find(path)
-        if node is not None:
+        full, key = self._find(path)
+        if key is not None:
             raise _error(errno.EEXIST, path)
-        bits = stat.S_IFDIR | mode & 0o1777 & ~self._process.umask
-        self._disk.add("mkdir", full, bits)
+        self._disk.do("mkdir", next(_keys), full)
 
     @_syscall
-    def listdir(self, path: Any = "/") -> list[str]:
-        full, node = self._existing(path)
-        if node.data is not None:
+    def listdir(self, path: Any) -> list[str]:
+        full, _, data = self._existing(path)
+        if data is not None:
             raise _error(errno.ENOTDIR, path)
         split = map(posixpath.split, self._disk.names)
         return sorted(name for parent, name in split if parent == full and name)
 
     @_syscall
     def fchmod(self, fd: int, mode: int) -> None:
-        node = self._handle(fd).node
-        bits = stat.S_IFMT(node.mode) | mode & 0o7777
-        self._disk.set_meta(node, (bits, node.uid, node.gid))
+        handle = self._handle(fd)
+        self._disk.modes[handle.key] = mode
+        self._disk.do("meta", handle.key)
 
     @_syscall
     def fchown(self, fd: int, uid: int, gid: int) -> None:
-        node = self._handle(fd).node
-        owner = (node.uid if uid == -1 else uid, node.gid if gid == -1 else gid)
-        self._disk.set_meta(node, (node.mode, *owner))
+        self._disk.do("meta", self._handle(fd).key)
 
     def getpid(self) -> int:
         return self._process.pid
 
-    def umask(self, mask: int) -> int:
-        old, self._process.umask = self._process.umask, mask
-        return old
-
     def urandom(self, count: int) -> bytes:
-        source = self._process.random
-        return source.randbytes(count) if source else os.urandom(count)
+        return self._process.random.randbytes(count)
 
 
 class _SimulatedFcntl(_Calls):
     def __getattr__(self, name: str) -> Any:
         return getattr(fcntl, name)
 
-    def _others(self, handle: _Handle) -> Iterator[_Handle]:
+    def _others(self, handle: Handle) -> Iterator[Handle]:
         for other in self._disk.handles:
-            if other.node is handle.node and other is not handle:
+            if other.key == handle.key and other is not handle:
                 yield other
 
     @_syscall
     def flock(self, fd: int, operation: int) -> None:
         handle = self._handle(fd)
-        mode = operation & (fcntl.LOCK_EX | fcntl.LOCK_SH)
-        if handle.flock == mode:
-            return
-        handle.flock = 0  # as the kernel: dropped before the new one is tried
-        for other in self._others(handle):
-            if mode and other.flock and fcntl.LOCK_EX in (mode, other.flock):
-                # Nobody else runs in here to let go: a blocking call never returns.
-                waits = not operation & fcntl.LOCK_NB
-                raise _error(errno.EDEADLK if waits else errno.EAGAIN)
-        handle.flock = mode
+        if operation & fcntl.LOCK_SH:
+            raise NotImplementedError("shared locks")
+        wanted = bool(operation & fcntl.LOCK_EX)
+        if wanted and any(other.locked for other in self._others(handle)):
+            # Nobody else runs in here to let go: a blocking call never returns.
+            waits = not operation & fcntl.LOCK_NB
+            raise _error(errno.EDEADLK if waits else errno.EAGAIN)
+        handle.locked = wanted
 
     @_syscall
     def fcntl(self, fd: int, command: int, arg: bytes = b"") -> bytes:
-        """Set or ask for an open-file-description lock; ranges from SEEK_SET only."""
+        """Lock, or ask for, one byte by an open-file-description lock."""
         handle = self._handle(fd)
-        if command not in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
-            raise NotImplementedError(f"fcntl command {command}")
         kind, whence, start, length, pid = struct.unpack(_FLOCK, arg)
-        asks = command == fcntl.F_OFD_GETLK
-        if pid or whence != os.SEEK_SET or start < 0 or asks and kind == fcntl.F_UNLCK:
-            raise _error(errno.EINVAL)
-        end = start + length if length else _FOREVER
-        held = self._blocker(handle, kind, start, end)
-        if asks:
-            if held is None:
-                return struct.pack(_FLOCK, fcntl.F_UNLCK, whence, start, length, 0)
-            size = 0 if held[1] == _FOREVER else held[1] - held[0]
-            return struct.pack(_FLOCK, held[2], os.SEEK_SET, held[0], size, -1)
-        if kind == fcntl.F_WRLCK:
-            self._writable(fd, errno.EBADF)
-        if kind == fcntl.F_RDLCK and handle.flags & os.O_WRONLY:
-            raise _error(errno.EBADF)
-        if held is not None:
+        if (kind, whence, length, pid) != (fcntl.F_WRLCK, os.SEEK_SET, 1, 0):
+            raise NotImplementedError("only one byte, and for oneself")
+        held = any(start in other.bytes for other in self._others(handle))
+        if command == fcntl.F_OFD_GETLK:
+            if held:
+                return struct.pack(_FLOCK, kind, whence, start, length, -1)
+            return struct.pack(_FLOCK, fcntl.F_UNLCK, whence, start, length, 0)
+        if command != fcntl.F_OFD_SETLK:
+            raise NotImplementedError(f"fcntl command {command}")
+        self._writable(fd, errno.EBADF)
+        if held:
             raise _error(errno.EAGAIN)
-        self._hold(handle, kind, start, end)
+        handle.bytes.add(start)
         return arg
 
-    def _blocker(self, handle: _Handle, kind: int, start: int, end: int) -> Op | None:
-        for other in self._others(handle):
-            for held in other.ranges:
-                if held[0] < end and start < held[1] and kind != fcntl.F_UNLCK:
-                    if fcntl.F_WRLCK in (kind, held[2]):
-                        return held
-        return None
 
-    def _hold(self, handle: _Handle, kind: int, start: int, end: int) -> None:
-        kept = [] if kind == fcntl.F_UNLCK else [(start, end, kind)]
-        for low, high, held in handle.ranges:
-            if low < start:
-                kept.append((low, min(high, start), held))
-            if high > end:
-                kept.append((max(low, end), high, held))
-        handle.ranges = kept
+NEW = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
-READ, WRITE, APPEND = os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_APPEND
-NEW = APPEND | os.O_CREAT
+def byte_lock(number: int) -> bytes:
+    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
 
 
-def _trees(states: Any) -> list[dict[str, bytes]]:
-    return [disk.tree() for _, disk in states]
-
-
-def _range_lock(kind: int, start: int = 0, length: int = 0) -> bytes:
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)
-
-
-class SimulatedDiskFidelityTests(Limited):
-    """The simulated calls answer as the kernel's do."""
+class SimulatedDiskTest(Limited):
+    """The simulated calls answer as the kernel's do, and what a crash may leave
+    is what can be counted by hand."""
 
     FLAGS = [
-        READ | os.O_DIRECTORY,
-        *(a | b for a in (READ, os.O_WRONLY, WRITE, APPEND) for b in (0, os.O_CREAT)),
+        os.O_RDONLY | os.O_DIRECTORY,
+        *(a | b for a in (0, os.O_WRONLY, os.O_RDWR, NEW) for b in (0, os.O_CREAT)),
         NEW | os.O_EXCL,
-        WRITE | os.O_TRUNC,
+        os.O_RDWR | os.O_TRUNC,
     ]
     PATHS = ["a", "b", "c", "d", "d/a", "d/b", "a/x", "missing/x"]
 
-    def setUp(self) -> None:
+    def random_call(self, rng, root):
+        """A module, a function and its arguments; None is a descriptor."""
+        path = f"{root}/{rng.choice(self.PATHS)}"
+        other = f"{os.path.dirname(path)}/{rng.choice('abd')}"
+        lock = byte_lock(100 * rng.randrange(3))  # apart: the kernel merges
+        size, at = rng.randrange(40), rng.randrange(60)
+        return rng.choice([
+            *[("os", "open", path, rng.choice(self.FLAGS), 0o660)] * 3,
+            *[("os", "write", None, rng.randbytes(size))] * 3,
+            ("os", "pread", None, size, at),
+            ("os", "lseek", None, at - 1, rng.choice((os.SEEK_SET, os.SEEK_END))),
+            ("os", "ftruncate", None, at - 1),
+            ("os", "close", None),
+            ("os", rng.choice(("fstat", "fsync", "fdatasync")), None),
+            ("os", "fchmod", None, rng.choice((0o600, 0o640))),
+            ("os", rng.choice(("stat", "listdir", "unlink", "mkdir")), path),
+            ("os", "replace", path, other),
+            ("fcntl", "flock", None, fcntl.LOCK_EX | fcntl.LOCK_NB),
+            ("fcntl", "flock", None, fcntl.LOCK_UN),
+            ("fcntl", "fcntl", None, fcntl.F_OFD_SETLK, lock),
+            ("fcntl", "fcntl", None, fcntl.F_OFD_GETLK, lock),
+        ])  # fmt: skip
+
+    def answer(self, call, fd, args):
+        try:
+            result = call(*(fd if arg is None else arg for arg in args))
+        except OSError as exc:
+            return errno.errorcode[exc.errno], exc.filename, exc.filename2
+        if not hasattr(result, "st_mode"):
+            return sorted(result) if isinstance(result, list) else result
+        if stat.S_ISDIR(result.st_mode):
+            return stat.S_IFDIR, result.st_uid, result.st_gid
+        return result.st_mode, result.st_uid, result.st_gid, result.st_size
+
+    def both(self, process, call, pair):
+        """What a call answers here and there; None, None if it is not simulated."""
+        module, name, *args = call
+        real = {"os": os, "fcntl": fcntl}[module]
+        try:
+            mine = self.answer(getattr(getattr(process, module), name), pair[0], args)
+        except NotImplementedError:
+            return None, None
+        return mine, self.answer(getattr(real, name), pair[1], args)
+
+    def test_same_calls_same_answers(self):
+        """Random calls give the kernel's results, errors and contents."""
         self.addCleanup(os.umask, os.umask(0o022))
         root = tempfile.TemporaryDirectory()
         self.addCleanup(root.cleanup)
-        disk = Disk.from_tree({f"{root.name}/": b""})
-        self.root, self.process, self.disk = root.name, Process(disk), disk
-        self.fds: list[tuple[int, int]] = []
-
-    def _random_call(self, rng: random.Random) -> tuple[str, str, list[Any]]:
-        """Return a module, a function and its arguments; None is a descriptor."""
-        path = f"{self.root}/{rng.choice(self.PATHS)}"
-        other = f"{os.path.dirname(path)}/{rng.choice('abd')}"
-        modes = [fcntl.LOCK_EX, fcntl.LOCK_SH]
-        flock = rng.choice([fcntl.LOCK_UN, *(mode | fcntl.LOCK_NB for mode in modes)])
-        kinds = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
-        # Apart, so that the kernel's merging of neighbours does not show.
-        place = 100 * rng.randrange(3), 50
-        lock = _range_lock(rng.choice(kinds), *place)
-        query = _range_lock(rng.choice(kinds[:2]), *place)
-        size, at = rng.randrange(40), rng.randrange(60)
-        calls: list[tuple[str, str, list[Any]]] = [
-            *[("os", "open", [path, rng.choice(self.FLAGS), 0o660])] * 3,
-            *[("os", "write", [None, rng.randbytes(size)])] * 3,
-            ("os", "pread", [None, size, at]),
-            ("os", "ftruncate", [None, at - 1]),
-            ("os", "close", [None]),
-            ("os", rng.choice(["fstat", "fsync", "fdatasync"]), [None]),
-            ("os", "fchmod", [None, rng.choice([0o600, 0o640])]),
-            ("os", rng.choice(["stat", "listdir", "unlink", "mkdir"]), [path]),
-            ("os", "replace", [path, other]),
-            ("fcntl", "flock", [None, flock]),
-            ("fcntl", "fcntl", [None, fcntl.F_OFD_SETLK, lock]),
-            ("fcntl", "fcntl", [None, fcntl.F_OFD_GETLK, query]),
-        ]
-        return rng.choice(calls)
-
-    def _answer(self, module: Any, name: str, args: list[Any]) -> Any:
-        try:
-            result = getattr(module, name)(*args)
-        except OSError as exc:
-            return errno.errorcode[exc.errno or 0], exc.filename, exc.filename2
-        if isinstance(result, os.stat_result):
-            is_file = result.st_mode & 0o100000
-            more = (result.st_size,) if is_file else ()
-            return (result.st_mode, result.st_uid, result.st_gid, *more)
-        return sorted(result) if name == "listdir" else result
-
-    def _step(self, rng: random.Random) -> str:
-        """Make one random call on both sides and compare."""
-        module, name, args = self._random_call(rng)
-        pair = rng.choice([*self.fds[-6:], (999, 999)])
-        outcomes = []
-        for side, where in enumerate([self.process, None]):
-            given = [pair[side] if arg is None else arg for arg in args]
-            real = {"os": os, "fcntl": fcntl}[module]
-            call = getattr(where, module) if where else real
-            outcomes.append(self._answer(call, name, given))
-        if name == "open" and isinstance(outcomes[1], int):
-            self.assertIsInstance(outcomes[0], int, args)
-            self.fds.append((outcomes[0], outcomes[1]))
-        else:
-            self.assertEqual(outcomes[0], outcomes[1], (name, args))
-        if name == "close" and pair in self.fds:
-            self.fds.remove(pair)
-        return f"{name} {outcomes[1][0] if isinstance(outcomes[1], tuple) else 'ok'}"
-
-    def _skip_directory_moves(self, rng: random.Random) -> str:
-        try:
-            return self._step(rng)
-        except NotImplementedError:
-            return ""
-
-    def test_same_calls_same_answers(self) -> None:
-        """Random calls give the kernel's results, errors and contents."""
-        rng, seen = random.Random(1), set()
+        process = Process(Disk.from_tree({f"{root.name}/": b""}))
+        rng, fds, seen = random.Random(1), [], set()
         for _ in range(4000):
-            seen.add(self._skip_directory_moves(rng))
-            while len(self.fds) > 12:
-                simulated, real = self.fds.pop(0)
-                self.process.os.close(simulated)
-                os.close(real)
-        for _, real in self.fds:
-            os.close(real)
-        real_tree = {}
-        for folder, _, names in os.walk(self.root):
-            for path in (os.path.join(folder, name) for name in names):
-                with open(path, "rb") as file:
-                    real_tree[path] = file.read()
-        self.assertEqual(self.disk.tree(), real_tree)
+            call = self.random_call(rng, root.name)
+            pair = rng.choice([*fds[-6:], (999, 999)])
+            mine, real = self.both(process, call, pair)
+            if call[1] == "open" and isinstance(real, int):
+                fds.append((mine, real))
+            else:
+                self.assertEqual(mine, real, call)
+            if call[1] == "close" and pair in fds:
+                fds.remove(pair)
+            seen.add((call[1], real[0] if isinstance(real, tuple) else "ok"))
+        for _, fd in fds:
+            os.close(fd)
+        files = [path for path in pathlib.Path(root.name).rglob("*") if path.is_file()]
+        real = {str(path): path.read_bytes() for path in files}
+        self.assertEqual(process.disk.tree(), real)
         self.assertGreater(len(seen), 40, "the random calls met too few cases")
 
+    def run_script(self, script, process=None):
+        """The disk after calls such as `write old 1; sync old`, in /q."""
+        process = process or Process(Disk.from_tree({"/q/old": b"o"}))
+        calls = process.os
+        for verb, *args in map(str.split, script.split(";")):
+            path = f"/q/{args[0]}" if args else "/q"
+            if verb in ("mkdir", "unlink"):
+                getattr(calls, verb)(path)
+            elif verb == "replace":
+                calls.replace(path, f"/q/{args[1]}")
+            else:
+                fd = calls.open(path, os.O_RDONLY if "dir" in verb else NEW)
+                if verb == "write":
+                    calls.write(fd, args[1].encode() if args[1:] else b"")
+                elif verb == "cut":
+                    calls.ftruncate(fd, 0)
+                else:
+                    self.sync(process, fd, "fail" in verb)
+        return process.disk
 
-class SimulatedDiskCrashTests(Limited):
-    """The crash states are those that can be counted by hand."""
+    def sync(self, process, fd, fails):
+        def hook(name, when, args):
+            raise _error(errno.EIO)
 
-    def setUp(self) -> None:
-        self.rng = random.Random(1)
-        self.disk = Disk.from_tree({"/q/old": b"o"})
-        self.process = Process(self.disk)
-        self.os = self.process.os
+        process.hook = hook if fails else None
+        with contextlib.suppress(OSError):
+            process.os.fsync(fd)
+        process.hook = None
 
-    def _power(
-        self, variants: str = "prefix", **options: Any
-    ) -> list[dict[str, bytes]]:
-        states = self.disk.power_states(self.rng, variants=variants, **options)
-        return _trees(states)
+    def shown(self, states):
+        """Each state as `name:content`, by spaces."""
+        trees = (sorted(disk.tree().items()) for _, disk in states)
+        return [
+            " ".join(path[3:] + ":" + data.decode("latin-1") for path, data in tree)
+            for tree in trees
+        ]
 
-    def _write(self, path: str, *chunks: bytes, flags: int = NEW) -> int:
-        fd = self.os.open(path, flags)
-        for chunk in chunks:
-            self.os.write(fd, chunk)
-        return fd
+    # What a power cut may leave after the calls.
+    CUTS = [
+        ("write old 1; write old 2", "old:o|old:o1|old:o12"),
+        ("write old 1; sync old; write old 2", "old:o1|old:o12"),
+        ("cut old; write old n", "old:o|old:|old:n"),
+        ("write new n; sync new", "old:o|new:n old:o"),
+        ("write tmp n; sync tmp; syncdir; replace tmp old", "old:o tmp:n|old:n"),
+        ("write tmp n; sync tmp; syncdir; replace tmp old; syncdir", "old:n"),
+        ("write tmp n; syncdir; replace tmp old",
+         "old:o tmp:|old:o tmp:n|old:|old:n"),
+        ("mkdir d; write d/f n; sync d/f; syncdir d", "old:o|d/f:n old:o"),
+        ("mkdir d; write d/f n; sync d/f; syncdir d; syncdir", "d/f:n old:o"),
+        ("sync a; sync b; unlink old",
+         "old:o|a: old:o|b: old:o|a: b: old:o||a:|b:|a: b:"),
+        # After a refused sync the next one succeeds, and keeps only what is newer.
+        ("write old 1; failsync old; write old 2; sync old", "old:o\x002|old:o12"),
+        ("sync new; failsyncdir; syncdir", "old:o|new: old:o"),
+        ("sync new; failsyncdir; syncdir; write tmp; replace tmp new; syncdir",
+         "new: old:o"),
+    ]  # fmt: skip
 
-    def _sync_directory(self, path: str = "/q") -> None:
-        self.os.fsync(self.os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+    def test_what_a_power_cut_may_leave(self):
+        """Of each file a prefix of the unsynced writes, and any subset of the
+        directory's loose operations."""
+        for script, wanted in self.CUTS:
+            with self.subTest(script):
+                disk = self.run_script(script)
+                found = self.shown(
+                    disk.power_states(random.Random(1), variants="prefix")
+                )
+                self.assertEqual(found, wanted.split("|"))
 
-    def test_process_death_keeps_a_prefix_of_bytes(self) -> None:
-        """Create and two writes of two bytes: absent, 0, 1, 2, 3 or 4 bytes."""
-        self._write("/q/f", b"ab", b"cd")
-        states = _trees(self.disk.process_death_states())
-        expected = [None, b"", b"a", b"ab", b"abc", b"abcd"]
-        self.assertEqual([tree.get("/q/f") for tree in states], expected)
+    def test_the_last_write_s_tail(self):
+        """One write of 8 bytes: whole, absent, four cuts and six bad contents;
+        with "holes" an earlier one may be NULs while the later one is whole."""
+        disk, rng = Disk.from_tree({"/q/old": b""}), random.Random(1)
+        calls = Process(disk).os
+        calls.write(calls.open("/q/old", NEW), b"abc\ndefg")
+        found = {found.tree()["/q/old"] for _, found in disk.power_states(rng)}
+        self.assertEqual(len(found), 12)
+        self.assertLess({b"", b"abc\ndefg", b"a", b"abc", b"abc\n", b"abc\ndef"}, found)
+        self.assertLess({bytes(8), b"abc\n\0\0\0\0", b"\0\0\0\0defg"}, found)
+        disk = self.run_script("write old 1; write old 2")
+        self.assertNotIn("old:o\x002", self.shown(disk.power_states(rng)))
+        holes = disk.power_states(rng, variants="holes")
+        self.assertIn("old:o\x002", self.shown(holes))
 
-    def test_torn_limit_spreads_the_cuts(self) -> None:
-        """A long write is cut at its first and last byte and evenly between."""
-        self._write("/q/old", b"x" * 1000)
-        states = _trees(self.disk.process_death_states(torn_limit=4))
-        sizes = [len(tree["/q/old"]) - 1 for tree in states]
+    def test_what_a_death_leaves(self):
+        """Every prefix of the bytes written; a power cut after it may take more,
+        and long writes are cut at evenly spread bytes."""
+        disk = self.run_script("write f ab; write f cd")
+        found = [disk.tree().get("/q/f") for _, disk in disk.process_death_states()]
+        self.assertEqual(found, [None, b"", b"a", b"ab", b"abc", b"abcd"])
+        disk = self.run_script("write old 1; sync old; write old 2")
+        *_, (_, last) = disk.process_death_states()
+        self.run_script("write old 3", Process(last))
+        cuts = last.power_states(random.Random(1), variants="prefix")
+        self.assertEqual(self.shown(cuts), ["old:o1", "old:o12", "old:o123"])
+        disk = self.run_script("write old " + "x" * 1000)
+        states = disk.process_death_states(torn_limit=4)
+        sizes = [len(disk.tree()["/q/old"]) - 1 for _, disk in states]
         self.assertEqual(sizes, [0, 1, 333, 666, 999, 1000])
 
-    def test_power_cut_after_process_death(self) -> None:
-        """A process death loses nothing; the power cut after it still may."""
-        self.os.fsync(self._write("/q/old", b"1"))
-        self._write("/q/old", b"2")
-        states = dict(self.disk.process_death_states())
-        *_, last = states.values()
-        self.assertEqual(last.tree(), {"/q/old": b"o12"})
-        process = Process(last)
-        process.os.write(process.os.open("/q/old", NEW), b"3")
-        trees = _trees(last.power_states(self.rng, variants="prefix"))
-        self.assertEqual([tree["/q/old"] for tree in trees], [b"o1", b"o12", b"o123"])
-
-    def test_two_unsynced_writes_give_three_prefixes(self) -> None:
-        """None, the first, or both."""
-        self._write("/q/old", b"1", b"2")
-        found = [tree["/q/old"] for tree in self._power()]
-        self.assertEqual(found, [b"o", b"o1", b"o12"])
-
-    def test_files_are_independent(self) -> None:
-        """Two files with one and two unsynced writes: 2 x 3 states."""
-        self.disk = Disk.from_tree({"/q/a": b"", "/q/b": b""})
-        self.os = Process(self.disk).os
-        self._write("/q/a", b"1")
-        self._write("/q/b", b"1", b"2")
-        self.assertEqual(len(self._power()), 6)
-
-    def test_truncation_is_one_of_the_operations(self) -> None:
-        """A cut and an append: neither, the cut alone, or both."""
-        fd = self.os.open("/q/old", NEW)
-        self.os.ftruncate(fd, 0)
-        self.os.write(fd, b"n")
-        found = [tree["/q/old"] for tree in self._power()]
-        self.assertEqual(found, [b"o", b"", b"n"])
-
-    def test_tail_variants(self) -> None:
-        """One write of 8 bytes: whole, absent, four cuts and six bad contents."""
-        self._write("/q/old", b"abc\ndefg")
-        found = {tree["/q/old"][1:] for tree in self._power("all")}
-        good = {b"", b"abc\ndefg", b"a", b"abc", b"abc\n", b"abc\ndef"}
-        self.assertEqual(len(found), 12)
-        self.assertLessEqual(good | {bytes(8), b"abc\n\0\0\0\0"}, found)
-        self.assertLessEqual({b"\0\0\0\0defg", b"ab\0\0\0\0fg"}, found)
-
-    def test_holes_under_an_earlier_write(self) -> None:
-        """With "holes", an earlier write may be NULs while the later one is whole."""
-        self._write("/q/old", b"1", b"2")
-        self.assertNotIn({"/q/old": b"o\0002"}, self._power("all"))
-        self.assertIn({"/q/old": b"o\0002"}, self._power("holes"))
-
-    def test_rename_without_directory_fsync(self) -> None:
-        """The old file or the new one; after the directory's fsync the new one."""
-        self.os.fsync(self._write("/q/tmp", b"n"))
-        self._sync_directory()
-        self.os.replace("/q/tmp", "/q/old")
-        both = [{"/q/old": b"o", "/q/tmp": b"n"}, {"/q/old": b"n"}]
-        self.assertEqual(self._power(), both)
-        self._sync_directory()
-        self.assertEqual(self._power(), both[1:])
-
-    def test_rename_before_fsync_of_the_content(self) -> None:
-        """A rename may reach the disk before the bytes of the file it names."""
-        self._write("/q/tmp", b"n")
-        self._sync_directory()
-        self.os.replace("/q/tmp", "/q/old")
-        self.assertIn({"/q/old": b""}, self._power())
-
-    def test_synced_file_with_unsynced_name_may_vanish(self) -> None:
-        """fsync of a new file keeps its content, not its name."""
-        self.os.fsync(self._write("/q/new", b"n"))
-        found = [tree.get("/q/new") for tree in self._power()]
-        self.assertEqual(found, [None, b"n"])
-
-    def test_unsynced_directory_takes_its_files_with_it(self) -> None:
-        """A synced name in a directory whose own name is not durable may vanish."""
-        self.os.mkdir("/q/d")
-        self.os.fsync(self._write("/q/d/f", b"n"))
-        self._sync_directory("/q/d")
-        self.assertEqual([tree.get("/q/d/f") for tree in self._power()], [None, b"n"])
-        self._sync_directory("/q")
-        self.assertEqual([tree.get("/q/d/f") for tree in self._power()], [b"n"])
-
-    def test_subsets_of_directory_operations(self) -> None:
-        """Two creates and an unlink, all loose: 2 x 2 x 2 states."""
-        for name in "ab":
-            self.os.open(f"/q/{name}", NEW)
-        self.os.unlink("/q/old")
-        self.assertEqual(len(self._power()), 8)
-
-    def test_many_directory_operations_are_sampled(self) -> None:
-        """Beyond the limit a seeded sample, both extremes in it."""
-        for number in range(20):
-            self.os.open(f"/q/{number}", NEW)
-        trees = self._power(limit=50)
-        self.assertEqual(len(trees), 50)
-        self.assertEqual([len(tree) for tree in trees[:2]], [1, 21])
-        self.rng.seed(1)
-        self.assertEqual(self._power(limit=50), trees)
-
-    def test_states_at_earlier_moments(self) -> None:
-        """`at` goes back in the log, and `seen` drops what came before."""
-        fd = self._write("/q/old", b"1")
-        self.os.fsync(fd)
-        self.os.write(fd, b"2")
-        found = [
-            (disk.origin, disk.tree()["/q/old"])
-            for _, disk in self.disk.power_states(
-                self.rng, at=range(len(self.disk.log) + 1), variants="prefix"
-            )
-        ]
+    def test_moments_and_samples(self):
+        """Power cuts at earlier moments, those that look alike left out; of many
+        directory operations a sample with both extremes."""
+        disk, rng = self.run_script("write old 1; sync old; write old 2"), random.Random
+        at = range(len(disk.log) + 1)
+        states = disk.power_states(rng(1), at=at, variants="prefix")
+        found = [(each.origin, each.tree()["/q/old"]) for _, each in states]
         self.assertEqual(found, [(0, b"o"), (1, b"o1"), (3, b"o12")])
-        self.assertEqual(self.disk.at(1).tree(), {"/q/old": b"o1"})
-        self.disk.sync()
-        self.assertEqual(self._power(), [{"/q/old": b"o12"}])
-
-    def test_failed_directory_fsync_lies_about_names(self) -> None:
-        """Names that it dropped stay in doubt until they are set anew."""
-        self.disk.hook = _fail_once("fsync", errno.EIO)
-        self.os.open("/q/new", NEW)
-        with self.assertRaises(OSError):
-            self._sync_directory()
-        self._sync_directory()
-        self.assertEqual(len(self._power()), 2)
-        self.os.open("/q/tmp", NEW)
-        self.os.replace("/q/tmp", "/q/new")
-        self._sync_directory()
-        self.assertEqual(len(self._power()), 1)
-
-    def test_failed_fsync_lies_when_retried(self) -> None:
-        """After a refused fsync the next one succeeds and keeps only later writes."""
-        fd = self._write("/q/old", b"1")
-        self.disk.hook = _fail_once("fsync", errno.EIO)
-        with self.assertRaises(OSError):
-            self.os.fsync(fd)
-        self.os.write(fd, b"2")
-        self.os.fsync(fd)
-        found = {tree["/q/old"] for tree in self._power()}
-        self.assertEqual(found, {b"o\0002", b"o12"})
-
-
-def _fail_once(name: str, code: int) -> Any:
-    pending = [name]
-
-    def hook(call: str, when: str, args: Any) -> None:
-        if call in pending and when == "before":
-            pending.remove(call)
-            raise OSError(code, os.strerror(code))
-
-    return hook
-
-
-class SimulatedProcessTests(Limited):
-    """Faults, deaths and locks of simulated processes."""
-
-    def setUp(self) -> None:
-        self.disk = Disk.from_tree({"/f": b""})
-        self.first, self.second = Process(self.disk), Process(self.disk)
-        self.fds = [each.os.open("/f", APPEND) for each in (self.first, self.second)]
-
-    def test_flock_excludes_until_the_holder_dies(self) -> None:
-        """A second process gets the lock once the first one is killed."""
-        flags = fcntl.LOCK_EX | fcntl.LOCK_NB
-        self.first.fcntl.flock(self.fds[0], flags)
-        with self.assertRaises(BlockingIOError):
-            self.second.fcntl.flock(self.fds[1], flags)
-        self.first.kill()
-        self.second.fcntl.flock(self.fds[1], flags)
-
-    def _asked(self) -> int:
-        query = _range_lock(fcntl.F_WRLCK, 7, 1)
-        answer = self.second.fcntl.fcntl(self.fds[1], fcntl.F_OFD_GETLK, query)
-        kind: int = struct.unpack("hhqqi4x", answer)[0]
-        return kind
-
-    def test_byte_lock_is_seen_until_the_holder_dies(self) -> None:
-        """F_OFD_GETLK tells of another process's lock, and that it is gone."""
-        self.assertEqual(self._asked(), fcntl.F_UNLCK)
-        lock = _range_lock(fcntl.F_WRLCK, 7, 1)
-        self.first.fcntl.fcntl(self.fds[0], fcntl.F_OFD_SETLK, lock)
-        self.assertEqual(self._asked(), fcntl.F_WRLCK)
-        self.first.kill()
-        self.assertEqual(self._asked(), fcntl.F_UNLCK)
-
-    def test_the_dead_do_not_touch_the_disk(self) -> None:
-        """After Died every call raises it again, close excepted."""
-
-        def hook(name: str, when: str, args: Any) -> int | None:
-            if when == "before":
-                return 1
-            raise Died
-
-        self.first.hook = hook
-        with self.assertRaises(Died):
-            self.first.os.write(self.fds[0], b"abc")
-        self.first.hook = None
-        for call in (self.first.os.write, self.first.fcntl.flock):
-            self.assertRaises(Died, call, self.fds[0], b"x")
-        self.first.os.close(self.fds[0])
-        self.second.os.write(self.fds[1], b"d")
-        self.assertEqual(self.disk.tree(), {"/f": b"ad"})
-
-    def test_hook_sees_every_call_that_is_watched(self) -> None:
-        """By default the changes, with EVERY_CALL the rest too."""
-        calls: list[str] = []
-        self.disk.hook = lambda name, when, args: calls.append(f"{name} {when}")
-        self.first.os.fstat(self.fds[0])
-        self.first.os.open("/new", NEW)
-        self.assertEqual(calls, ["create before", "create after"])
-        self.disk.watch = EVERY_CALL
-        self.first.os.open("/new", NEW)
-        self.assertEqual(calls[2:], ["open before", "open after"])
-
-    def test_full_disk_writes_what_fits(self) -> None:
-        """A short write first, then ENOSPC, then room again after a truncation."""
-        self.disk.capacity = 5
-        write = self.first.os.write
+        self.assertEqual(disk.at(1).tree(), {"/q/old": b"o1"})
+        disk = self.run_script(";".join(f"sync {n}" for n in range(20)))
+        trees = [each.tree() for _, each in disk.power_states(rng(1), 50)]
+        self.assertEqual([len(trees), len(trees[0]), len(trees[1])], [50, 1, 21])
         self.assertEqual(
-            [write(self.fds[0], b"abc"), write(self.fds[0], b"def")], [3, 2]
+            trees, [each.tree() for _, each in disk.power_states(rng(1), 50)]
         )
+
+    def test_the_dead_hold_no_lock_and_touch_nothing(self):
+        """A killed process's locks are free; each of its calls raises, and what
+        it was writing is torn where the hook says."""
+        disk = Disk.from_tree({"/f": b""})
+        one, two = Process(disk), Process(disk)
+        fds = [each.os.open("/f", NEW) for each in (one, two)]
+        flags, lock = fcntl.LOCK_EX | fcntl.LOCK_NB, byte_lock(7)
+        for calls, fd in ((one.fcntl, fds[0]), (two.fcntl, fds[1])):
+            with contextlib.suppress(BlockingIOError):
+                calls.flock(fd, flags)
+                calls.fcntl(fd, fcntl.F_OFD_SETLK, lock)
+        self.assertRaises(BlockingIOError, two.fcntl.flock, fds[1], flags)
+        one.hook = lambda name, when, args: 1 if when == "before" else one.kill()
+        self.assertRaises(Died, one.os.write, fds[0], b"abc")
+        self.assertRaises(Died, one.os.fstat, fds[0])
+        one.os.close(fds[0])  # as a late __del__ would
+        two.fcntl.flock(fds[1], flags)
+        two.fcntl.fcntl(fds[1], fcntl.F_OFD_SETLK, lock)
+        two.os.write(fds[1], b"d")
+        self.assertEqual(disk.tree(), {"/f": b"ad"})
+
+    def test_a_full_disk_writes_what_fits(self):
+        """A short write first, then ENOSPC, then room again after a truncation."""
+        disk = Disk.from_tree({"/f": b""})
+        calls, disk.capacity = Process(disk).os, 5
+        fd = calls.open("/f", NEW)
+        self.assertEqual([calls.write(fd, b"abc"), calls.write(fd, b"def")], [3, 2])
         with self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC)):
-            write(self.fds[0], b"g")
-        self.first.os.ftruncate(self.fds[0], 4)
-        self.assertEqual(write(self.fds[0], b"gh"), 1)
-
-    def test_inode_comes_back_only_when_nobody_holds_it(self) -> None:
-        """With reuse_inodes a replaced file's number is used again once closed."""
-        self.disk.reuse_inodes = True
-        calls, number = self.first.os, self.first.os.stat("/f").st_ino
-        for fd, process in zip(self.fds, (self.first, self.second)):
-            calls.open("/t", NEW)
-            self.assertNotEqual(calls.stat("/t").st_ino, number)
-            calls.replace("/t", "/f")
-            process.os.close(fd)
-        calls.open("/t", NEW)
-        self.assertEqual(calls.stat("/t").st_ino, number)
-
-    def test_foreign_descriptors_and_unsimulated_calls(self) -> None:
-        """Another process's descriptor is invalid; what is missing is not real."""
-        with self.assertRaises(OSError):
-            self.second.os.fstat(self.fds[0])
-        self.second.os.close(self.fds[0])  # as a late __del__ would
-        self.first.os.fstat(self.fds[0])
-        self.assertFalse(hasattr(self.first.os, "scandir"))
-        isdir = self.first.os.path.isdir
-        self.assertEqual([isdir("/"), isdir("/f"), isdir("/x")], [True, False, False])
+            calls.write(fd, b"g")
+        calls.ftruncate(fd, 4)
+        self.assertEqual(calls.write(fd, b"gh"), 1)
 
 
 # Crashes, power cuts, failing calls
@@ -13470,8 +13181,7 @@ class Actor:
     """A process on the simulated disk with one Queue."""
 
     def __init__(self, disk: Disk, fsync: bool = True, folder: str = "/q") -> None:
-        self.disk, self.fsync, self.process = disk, fsync, Process(disk, seed=SEED)
-        self.process.random = random.Random(f"{SEED} {self.process.pid}")
+        self.disk, self.fsync, self.process = disk, fsync, Process(disk)
         self.jobs: dict[str, Any] = {}
         self.got: list[str] = []  # by the last get
         self.queue = self.do(tq.Queue, folder, fsync=fsync, **OPTIONS)
@@ -14352,11 +14062,11 @@ class FailingCallTests(FailureTests):
 
     def test_every_call(self) -> None:
         """Each system call of each script, once and for ever."""
-        self.enumerate({**SCRIPTS, **MIXED}, EVERY_CALL - {"close"}, self.CODES)
+        self.enumerate({**SCRIPTS, **MIXED}, EVERY_CALL, self.CODES)
 
     def test_unasked_compaction(self) -> None:
         """So too those of a compaction that nobody asked for."""
-        self.enumerate(AUTO, EVERY_CALL - {"close"}, self.CODES, _MIB=500)
+        self.enumerate(AUTO, EVERY_CALL, self.CODES, _MIB=500)
 
     def test_every_short_write(self) -> None:
         """A put that fits in part is cut back whole."""
@@ -14383,7 +14093,7 @@ class FailingCallTests(FailureTests):
             world.call(after.strip())
         except tq.QueueError:
             raised = after.strip()
-        world.disk.capacity = None
+        world.disk.capacity = math.inf
         return world, raised, 0
 
 
@@ -15039,7 +14749,6 @@ class MutantTests(Limited):
 
 JOBS = int(os.environ.get("TQ_JOBS", "0")) or min(4, os.cpu_count() or 1)
 FAILURES = 20  # kept of one process; then it stops
-EPOCH = 1.7e9  # when a simulated host starts
 LEASE = 300.0  # seconds
 
 
@@ -15787,7 +15496,7 @@ class WreckedFilesTest(FaultCase):
 # -----------------------------------------------------------------------------
 
 FOREVER = 1 << 30
-POINTS = EVERY_CALL - {"close"}
+POINTS = EVERY_CALL
 
 
 class Event:
@@ -17267,7 +16976,7 @@ if __name__ == "__main__":
     unittest.main()
 
 
-# The longest tests beside the others
+# Several processes
 # =============================================================================
 
 ENUMERATIONS = [
@@ -17275,41 +16984,49 @@ ENUMERATIONS = [
     *(NestedCrashTests, NewDirectoryTests, RandomScriptTests, FailingCallTests),
     *(ModelTest, WreckedFilesTest, ProcessDeathTests, EngineHistoriesTest),
 ]
-BESIDE = ENUMERATIONS * (not LIGHT) + [
-    *(WorkTest, *TWINS, ExactlyOnceTest, SqliteTest, HelpTest, ExampleScriptsTest)
-]
+LONGEST = [WorkTest, *ENUMERATIONS]
+
+
+def handed_out():
+    """The classes of this file, those first that take longest."""
+    left_out = {MutantTests, TogetherTest, *(ENUMERATIONS if LIGHT else ())}
+    classes = [value for value in globals().values() if isinstance(value, type)]
+    every = [case for case in classes if issubclass(case, Limited)]
+    return [case for case in dict.fromkeys(LONGEST + every) if case not in left_out]
 
 
 class HandedOut(unittest.TestSuite):
-    """The tests of the classes whose numbers this process reads from a pipe,
-    which it shares with others: who has done with one takes the next."""
+    """Tests of the classes whose numbers this process reads from a pipe, which it
+    shares with others: who has done with one takes the next."""
 
     _cleanup = False  # it has no list to remove from what was run
 
     def __init__(self, fd):
         super().__init__()
-        self.fd = fd
+        self.fd, self.classes = fd, handed_out()
 
     def __iter__(self):
         while number := os.read(self.fd, 4):
-            yield from unittest.TestLoader().loadTestsFromTestCase(BESIDE[int(number)])
+            case = self.classes[int(number)]
+            yield from unittest.TestLoader().loadTestsFromTestCase(case)
 
 
-class EnumerationsTest(Limited):
-    """The enumerations, the contract on other engines than files and what starts
-    many processes ran in processes of their own meanwhile: with two cores that
-    takes half the time."""
+class TogetherTest(Limited):
+    """Other processes ran their share of the tests meanwhile: as many tests wait
+    as run, that takes a third of the time."""
 
     limit = 0.0  # each of their tests has one
     children: list[subprocess.Popen] = []
 
     @classmethod
     def start(cls):
+        """Hand all tests out; return the suite of this process."""
         reader, writer = os.pipe()
-        os.write(writer, b"".join(b"%4d" % number for number in range(len(BESIDE))))
+        count = len(handed_out())
+        os.write(writer, b"".join(b"%4d" % number for number in range(count)))
         os.close(writer)
-        code = f"import {__name__} as t; t.EnumerationsTest.work({reader})"
-        for _ in range(JOBS + 1):  # some of these tests wait more than they run
+        code = f"import {__name__} as t; t.TogetherTest.work({reader})"
+        for _ in range(JOBS):
             cls.children.append(
                 subprocess.Popen(
                     [sys.executable, "-c", code],
@@ -17322,7 +17039,7 @@ class EnumerationsTest(Limited):
                     text=True,
                 )
             )
-        os.close(reader)
+        return HandedOut(reader)
 
     @staticmethod
     def work(fd):
@@ -17330,8 +17047,8 @@ class EnumerationsTest(Limited):
         result = unittest.TextTestRunner().run(HandedOut(fd))
         sys.exit(not result.wasSuccessful())
 
-    def test_enumerations(self):
-        """Each of them passed; their closing lines are repeated here."""
+    def test_all_processes_passed(self):
+        """Each process passed its share; their closing lines are repeated here."""
         for child in self.children:
             self.addCleanup(child.wait)
             self.addCleanup(child.kill)
@@ -17343,7 +17060,8 @@ class EnumerationsTest(Limited):
 
 
 def load_tests(loader, tests, pattern):
-    """All tests were asked for: run the longest beside the others."""
+    """All tests were asked for: share them out among processes."""
+    global JOBS
     if NO_POSTGRES and "TQ_JOBS" not in os.environ:
         line = f"PostgreSQL was not tested: {NO_POSTGRES}"
         atexit.register(print, line, file=sys.stderr, flush=True)
@@ -17351,10 +17069,5 @@ def load_tests(loader, tests, pattern):
         return tests
     if os.environ.get("TQ_MUTANTS"):
         return loader.loadTestsFromTestCase(MutantTests)
-    elsewhere = {*BESIDE, *ENUMERATIONS, EnumerationsTest}
-    suite = unittest.TestSuite(
-        case for group in tests for case in group if type(case) not in elsewhere
-    )
-    EnumerationsTest.start()
-    suite.addTest(EnumerationsTest("test_enumerations"))
-    return suite
+    suite, JOBS = TogetherTest.start(), 1
+    return unittest.TestSuite([suite, TogetherTest("test_all_processes_passed")])
