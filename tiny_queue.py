@@ -8291,85 +8291,105 @@ def _abandon_output() -> None:
 # Arguments of the command line
 # -----------------------------------------------------------------------------
 
-_Option = tuple[str, dict[str, Any]]
+# Each command: the words behind DIR and a summary; options, the kind of their value
+# with its default, and help (without which they are hidden); examples, @ being the
+# program, which in this order make one session.
+_MANUAL = """\
+put PAYLOAD -- add a job, or with - one for each line of JSON
+    -s --string             PAYLOAD is text, not JSON
+    --id ID                 the job's id; refused while that is in the queue
+    --exist-ok              print the job that has the --id already, status 0
+    --delay TIME=0          due in that time: 90, 15m, 2h, 1d
+    --at INSTANT            due then: 2030-12-31T08:00 or epoch seconds
+    --priority INTEGER=0    higher goes first (default: 0)
+    --max-retries COUNT     retries before it is dead (default: 3)
+    @ put jobs '{"to": "ada@example.com"}'
+    @ put sqlite:///app.db '{"to": "ada@example.com"}'
+    @ put jobs '"once a day"' --id report-1 --delay 1h --priority 5
+    @ put jobs --string 'plain text'
+    printf '{"n": 1}\\n{"n": 2}\\n' | @ put jobs -
 
-# Name: words behind DIR; options; summary; examples, which make one session.
-_COMMANDS = {
-    "put": (
-        "PAYLOAD",
-        "string id exist-ok delay at priority max-retries",
-        "add a job, or with - one for each line of JSON",
-        """put jobs '{"to": "ada@example.com"}'""",
-        """put sqlite:///app.db '{"to": "ada@example.com"}'""",
-        """put jobs '"once a day"' --id report-1 --delay 1h --priority 5""",
-        "put jobs --string 'plain text'",
-        """printf '{"n": 1}\\n{"n": 2}\\n' | @ put jobs -""",
-    ),
-    "get": (
-        "",
-        "timeout lease",
-        "lease the next job, for a shell script, and print it",
-        "get jobs --timeout 5 --lease 10m",
-    ),
-    "done": (
-        "ID TOKEN",
-        "",
-        "settle a job of get: it was done",
-        'done jobs "$id" "$token"',
-    ),
-    "fail": (
-        "ID TOKEN",
-        "error retry-delay dead",
-        "settle a job of get: retry it, or it is dead",
-        """fail jobs "$id" "$token" --error 'no route to host' --delay 30""",
-        """fail jobs "$id" "$token" --error 'no such user' --dead""",
-    ),
-    "ls": ("", "state limit", "list jobs", "ls jobs --state pending --limit 20"),
-    "show": ("ID", "", "show all of one job", "show jobs report-1"),
-    "stats": (
-        "",
-        "prometheus",
-        "count the jobs, and tell what is running",
-        "stats jobs",
-        "stats jobs --prometheus",
-    ),
-    "top": ("", "interval", "watch the queue; q quits", "top jobs --interval 0.5"),
-    "dead": ("", "limit", "list the dead jobs and why", "dead jobs --limit 10"),
-    "requeue": (
-        "ID|--all",
-        "all",
-        "make a dead job, or all, pending again",
-        "requeue jobs --all",
-    ),
-    "cancel": ("ID", "", "remove one job", "cancel jobs report-1"),
-    "purge": (
-        "",
-        "state older-than yes",
-        "remove all jobs of a state",
-        "purge jobs --state dead --older-than 7d --yes",
-    ),
-    "reap": (
-        "",
-        "or-older-than",
-        "take back the jobs whose lease is over",
-        "reap jobs --older-than 1h",
-    ),
-    "move": (
-        "TARGET",
-        "to-name",
-        "move all waiting and dead jobs to another queue; resumable",
-        "move jobs other-jobs",
-        "move jobs sqlite:///app.db",
-    ),
-    "compact": ("", "", "rewrite the files without what is superseded", "compact jobs"),
-    "verify": ("", "", "read every byte and list what is damaged", "verify jobs"),
-    "work": (
-        "MODULE:FUNCTION",
-        "processes threads job-timeout max-jobs stop-when-empty report-to",
-        "run a handler on the jobs; a process that dies is replaced",
-        "work jobs handlers:send --processes 2 --timeout 60 --stop-when-empty",
-    ),
-}
+get -- lease the next job, for a shell script, and print it
+    --timeout TIME=0        wait so long for a job
+    --lease TIME            time after which it is delivered anew (default: 5m)
+    @ get jobs --timeout 5 --lease 10m
+
+done ID TOKEN -- settle a job of get: it was done
+    @ done jobs "$id" "$token"
+
+fail ID TOKEN -- settle a job of get: retry it, or it is dead
+    --error ERROR           what went wrong; kept with the job
+    --delay TIME            retry in that time, not after the backoff
+    --dead                  no retry can help
+    @ fail jobs "$id" "$token" --error 'no route to host' --delay 30
+    @ fail jobs "$id" "$token" --error 'no such user' --dead
+
+ls -- list jobs
+    --state STATE           only jobs of that state: pending, inflight or dead
+    --limit COUNT           list at most that many
+    @ ls jobs --state pending --limit 20
+
+show ID -- show all of one job
+    @ show jobs report-1
+
+stats -- count the jobs, and tell what is running
+    --prometheus            answer in Prometheus' text format
+    @ stats jobs
+    @ stats jobs --prometheus
+
+top -- watch the queue; q quits
+    --interval TIME=1       between two looks (default: 1)
+    @ top jobs --interval 0.5
+
+dead -- list the dead jobs and why
+    --limit COUNT           list at most that many
+    @ dead jobs --limit 10
+
+requeue ID|--all -- make a dead job, or all, pending again
+    --all                   all dead jobs, not one ID
+    @ requeue jobs --all
+
+cancel ID -- remove one job
+    @ cancel jobs report-1
+
+purge -- remove all jobs of a state
+    --state STATE           only jobs of that state: pending, inflight or dead
+    --older-than TIME       only jobs not touched for so long
+    -y --yes                do not ask
+    @ purge jobs --state dead --older-than 7d --yes
+
+reap -- take back the jobs whose lease is over
+    --older-than TIME       and jobs not renewed for so long
+    @ reap jobs --older-than 1h
+
+move TARGET -- move all waiting and dead jobs to another queue; resumable
+    --to-name NAME          the queue's name in TARGET (default: the same)
+    @ move jobs other-jobs
+    @ move jobs sqlite:///app.db
+
+compact -- rewrite the files without what is superseded
+    @ compact jobs
+
+verify -- read every byte and list what is damaged
+    @ verify jobs
+
+work MODULE:FUNCTION -- run a handler on the jobs; a process that dies is replaced
+    --processes N=1         worker processes (default: 1)
+    --threads N=1           jobs at a time in each (default: 1)
+    --timeout TIME          fail a job that runs longer, kill its process
+    --max-jobs N            stop after that many deliveries in all
+    --stop-when-empty       stop when no job is due
+    --report-to COUNT
+    @ work jobs handlers:send --processes 2 --timeout 60 --stop-when-empty
+"""
+_EVERYWHERE = """\
+    -n --name NAME=default  the queue's name (default: default)
+    --json                  answer in JSON on a terminal too
+"""
+_OPTION = re.compile(
+    r"(?m)^ +((?:-\w )?--[a-z-]+)(?: ([A-Z]+)(?:=(\S+))?)?(?:  +(.+))?$"
+)
+_COMMANDS = {block.split()[0]: block for block in _MANUAL.split("\n\n")}
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -8384,9 +8404,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         return _main_parser().parse_args(argv[:1])  # no: it helps or refuses
     parser = _command_parser(argv[0])
     args = parser.parse_intermixed_args(argv[1:])
-    args.run = globals()[f"_cmd_{argv[0]}"]
     home = os.environ.get("TINY_QUEUE_DIR")
-    words = [] if getattr(args, "all", False) else _COMMANDS[argv[0]][0].split()
+    words = [] if getattr(args, "all", False) else args.wanted
     if home and len(args.words) <= len(words):
         args.words = [home, *args.words]
     missing = ["DIR", *words][len(args.words) :]
@@ -8422,7 +8441,8 @@ def _parser(**options: Any) -> argparse.ArgumentParser:
 
 
 def _main_parser() -> argparse.ArgumentParser:
-    rows = [f"  {name:<9}{command[2]}" for name, command in _COMMANDS.items()]
+    heads = [block.splitlines()[0].split(" -- ") for block in _COMMANDS.values()]
+    rows = [f"  {usage.split()[0]:<9}{summary}" for usage, summary in heads]
     parser = _parser(
         prog=_prog(),
         usage="%(prog)s COMMAND [options] [DIR] ...",
@@ -8440,24 +8460,25 @@ def _main_parser() -> argparse.ArgumentParser:
 def _command_parser(name: str) -> argparse.ArgumentParser:
     import argparse
 
-    words, options, summary, *examples = _COMMANDS[name]
-    prog = _prog()
-    where = f" [DIR] {words}".rstrip()
-    calls = [
-        line.replace("@ ", f"{prog} ") if "@ " in line else f"{prog} {line}"
-        for line in examples
-    ]
+    prog, (head, *lines) = _prog(), _COMMANDS[name].splitlines()
+    usage, summary = head.split(" -- ")
+    wanted = usage.split()[1:]
+    examples = [line.strip() for line in lines if "@ " in line]
+    title = "example:" if len(examples) == 1 else "examples:"
     parser = _parser(
         prog=f"{prog} {name}",
-        usage=f"%(prog)s [options]{where}",
+        usage=" ".join(["%(prog)s [options] [DIR]", *wanted]),
         description=f"{summary[0].upper()}{summary[1:]}.  DIR may be a URL.",
-        epilog="\n  ".join(["example:" if len(calls) == 1 else "examples:", *calls]),
+        epilog="\n  ".join([title, *examples]).replace("@ ", f"{prog} "),
     )
+    parser.set_defaults(run=globals()[f"_cmd_{name}"], wanted=wanted)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    for option in ["name", "json", *options.split()]:
-        flags, settings = _OPTIONS[option]
-        settings = {"help": argparse.SUPPRESS, **settings}
-        parser.add_argument(*(flags or f"--{option}").split(), **settings)
+    for flags, kind, value, help in _OPTION.findall(_EVERYWHERE + _COMMANDS[name]):
+        settings: dict[str, Any] = {"action": "store_true"}
+        if kind:
+            settings = {"type": _KINDS.get(kind), "metavar": kind}
+            settings["default"] = value or None
+        parser.add_argument(*flags.split(), help=help or argparse.SUPPRESS, **settings)
     return parser
 
 
@@ -8494,65 +8515,18 @@ def _moment(text: str) -> float:
         ).timestamp()
 
 
-def _option(help: str, flags: str = "", **settings: Any) -> _Option:
-    return flags, {"help": help, **settings}
+def _whole(low: int, text: str) -> int:
+    return _integer("number", int(text), low, 2**31 - 1)
 
 
-def _flag_option(help: str, flags: str = "") -> _Option:
-    return _option(help, flags, action="store_true")
-
-
-def _time_option(help: str, flags: str = "", default: float | None = None) -> _Option:
-    kind = _argument(_seconds, "a time like 90, 15m, 2h or 1d")
-    return _option(help, flags, default=default, type=kind, metavar="TIME")
-
-
-def _count_option(help: str, low: int, default: int | None = None) -> _Option:
-    def parse(text: str) -> int:
-        return _integer("number", int(text), low, 2**31 - 1)
-
-    kind = _argument(parse, f"a whole number from {low} up")
-    return _option(help, default=default, type=kind, metavar="N")
-
-
-# Flags, "" for --KEY, and what argparse is to know; without help it is hidden.
-_OPTIONS: dict[str, _Option] = {
-    "name": _option(
-        "the queue's name (default: default)", "-n --name", default="default"
-    ),
-    "json": _flag_option("answer in JSON on a terminal too"),
-    "string": _flag_option("PAYLOAD is text, not JSON", "-s --string"),
-    "id": _option("the job's id; refused while that is in the queue"),
-    "exist-ok": _flag_option("print the job that has the --id already, status 0"),
-    "delay": _time_option("due in that time: 90, 15m, 2h, 1d", default=0.0),
-    "at": _option(
-        "due then: 2030-12-31T08:00 or epoch seconds",
-        type=_argument(_moment, "an instant like 2030-12-31T08:00"),
-    ),
-    "priority": _count_option("higher goes first (default: 0)", -_MAX_PRIORITY - 1, 0),
-    "max-retries": _count_option("retries before it is dead (default: 3)", 0),
-    "timeout": _time_option("wait so long for a job", default=0.0),
-    "lease": _time_option("time after which it is delivered anew (default: 5m)"),
-    "error": _option("what went wrong; kept with the job"),
-    "retry-delay": _time_option("retry in that time, not after the backoff", "--delay"),
-    "dead": _flag_option("no retry can help"),
-    "state": _option("only jobs of that state", choices=_NAME_OF),
-    "limit": _count_option("list at most that many", 0),
-    "prometheus": _flag_option("answer in Prometheus' text format"),
-    "interval": _time_option("between two looks (default: 1)", default=1.0),
-    "all": _flag_option("all dead jobs, not one ID"),
-    "to-name": _option("its name in TARGET (default: the same)", metavar="NAME"),
-    "older-than": _time_option("only jobs not touched for so long"),
-    "or-older-than": _time_option("and jobs not renewed for so long", "--older-than"),
-    "yes": _flag_option("do not ask", "-y --yes"),
-    "processes": _count_option("worker processes (default: 1)", 1, 1),
-    "threads": _count_option("jobs at a time in each (default: 1)", 1, 1),
-    "job-timeout": _time_option(
-        "fail a job that runs longer, kill its process", "--timeout"
-    ),
-    "max-jobs": _count_option("stop after that many deliveries in all", 1),
-    "stop-when-empty": _flag_option("stop when no job is due"),
-    "report-to": ("", {"type": int}),  # the supervisor's pipe
+# Of an option's value; any other is text.
+_KINDS = {
+    "TIME": _argument(_seconds, "a time like 90, 15m, 2h or 1d"),
+    "INSTANT": _argument(_moment, "an instant like 2030-12-31T08:00"),
+    "STATE": _argument(_state, "pending, inflight or dead"),
+    "INTEGER": int,
+    "COUNT": _argument(functools.partial(_whole, 0), "a whole number from 0 up"),
+    "N": _argument(functools.partial(_whole, 1), "a whole number from 1 up"),
 }
 
 
