@@ -383,6 +383,18 @@ class Place:
     def gone(self, pid):
         """Return when all have noticed that a process was killed."""
 
+    def after_each_step(self, case, where, call):
+        """Call something whenever the module has released the lock file."""
+
+        def flock(fd, operation):
+            fcntl.flock(fd, operation)
+            if operation == fcntl.LOCK_UN:
+                call()
+
+        patch = patched("fcntl", flock=flock)
+        patch.start()
+        case.addCleanup(patch.stop)
+
     def census(self, where, name="default"):
         """Each job's state and attempts, read without the module."""
         return {
@@ -393,9 +405,12 @@ class Place:
 
 class WatchedConnection(sqlite3.Connection):
     """Notes how each commit that changes something was synced: True, False, or
-    as "never", after which a database may not even open."""
+    as "never", after which a database may not even open.  Calls after() after
+    each statement."""
 
     changed = 0
+    seen: list[object] = []
+    after = staticmethod(lambda: None)
 
     def cursor(self, *args):
         return super().cursor(WatchedCursor)
@@ -415,7 +430,9 @@ class WatchedCursor(sqlite3.Cursor):
     def execute(self, sql, *args):
         if sql.upper().split()[0] in ("COMMIT", "END"):
             self.connection.note()
-        return super().execute(sql, *args)
+        super().execute(sql, *args)
+        self.connection.after()
+        return self
 
 
 class SqlitePlace(Place):
@@ -454,8 +471,17 @@ class SqlitePlace(Place):
     def watch_commits(self, case, where):
         """A function that returns how each commit since its last call was
         synced; of connections that are made from now on."""
-        seen, connect = [], sqlite3.connect
-        watched = type("Watched", (WatchedConnection,), {"seen": seen})
+        seen: list[object] = []
+        self.watch(case, where, seen=seen)
+        return lambda: [seen.pop(0) for _ in list(seen)]
+
+    def after_each_step(self, case, where, call):
+        """Call something after each statement of connections made from now on."""
+        self.watch(case, where, after=staticmethod(call))
+
+    def watch(self, case, where, **members):
+        watched = type("Watched", (WatchedConnection,), members)
+        connect = sqlite3.connect
 
         def watch(path, **options):
             if where[len("sqlite:///") :] in path:
@@ -465,7 +491,6 @@ class SqlitePlace(Place):
         patch = mock.patch.object(sqlite3, "connect", watch)
         patch.start()
         case.addCleanup(patch.stop)
-        return lambda: [seen.pop(0) for _ in list(seen)]
 
     def set_synced(self, conn, synced):
         """Let a connection of the application wait for its commits or not."""
@@ -545,10 +570,6 @@ class PostgresPlace(Place):
             queue.put(0)
             queue.purge("pending")
         schema = self.schema(where)
-        columns = "FROM information_schema.columns WHERE column_name = 'payload'"
-        ((table,),) = self.ask(
-            f"SELECT table_name {columns} AND table_schema = %s", [schema]
-        )
         self.ask(
             f"CREATE TABLE {schema}.commits (level text);"
             f"CREATE FUNCTION {schema}.note() RETURNS trigger LANGUAGE plpgsql AS $$"
@@ -556,7 +577,7 @@ class PostgresPlace(Place):
             " VALUES (pg_catalog.current_setting('synchronous_commit'));"
             " RETURN NULL; END $$;"
             "CREATE CONSTRAINT TRIGGER note AFTER INSERT OR UPDATE OR DELETE"
-            f" ON {schema}.{table} DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
+            f" ON {self.jobs_table(where)} DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
             f" EXECUTE FUNCTION {schema}.note()"
         )
         sql = f"DELETE FROM {schema}.commits RETURNING level"
@@ -566,6 +587,29 @@ class PostgresPlace(Place):
 
     def set_synced(self, conn, synced):
         conn.execute(f"SET synchronous_commit = {'on' if synced else 'off'}")
+
+    def jobs_table(self, where):
+        """Whatever its name is."""
+        sql = "SELECT table_name FROM information_schema.columns WHERE"
+        schema = self.schema(where)
+        ((table,),) = self.ask(
+            f"{sql} column_name = 'payload' AND table_schema = %s", [schema]
+        )
+        return f"{schema}.{table}"
+
+    def after_each_step(self, case, where, call):
+        """Call something after each statement of connections made from now on."""
+
+        class Cursor(psycopg.Cursor):
+            def execute(self, *args, **options):
+                super().execute(*args, **options)
+                call()
+                return self
+
+        connect = functools.partial(psycopg.connect, cursor_factory=Cursor)
+        patch = mock.patch.object(psycopg, "connect", connect)
+        patch.start()
+        case.addCleanup(patch.stop)
 
     def raw(self, where):
         if not self.exists(where):
@@ -1759,6 +1803,59 @@ class LifeTest(Case):
             self.assertRaises(tq.LeaseLostError, queue.task_done, job)
             self.assertEqual(queue.purge("pending"), 1)
         self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_purge_by_age_counts_from_the_last_delivery(self):
+        """Where there is none, from the put; inflight or dead."""
+        clock = Clock(at=1e9)
+        with clock.patch():
+            queue = self.open()
+            queue.put_many(range(2))
+            clock.jump(100.0)
+            queue.bury(queue.get(), "x")
+            queue.get()
+            for jump, count in ((20.0, 0), (40.0, 1)):
+                clock.jump(jump)
+                self.assertEqual(queue.purge("inflight", older_than=50), count)
+                self.assertEqual(queue.purge("dead", older_than=50), count)
+
+    def test_purge_leaves_what_is_put_meanwhile(self):
+        """Else it would never end beside a busy producer."""
+        queue, other, puts = self.open(), self.open(), []
+        queue.put_many(range(12_000))
+
+        def put():
+            if not puts:
+                puts.append("no other while it looks")
+                if other.stats().pending < 12_000:
+                    other.put("new")
+                else:
+                    puts.clear()
+
+        self.place.after_each_step(self, self.path, put)
+        self.assertEqual(self.open().purge("pending"), 12_000)
+        self.assertEqual([job.payload for job in queue.jobs()], ["new"])
+
+    def test_only_a_lease_is_settled_or_renewed(self):
+        """However it was left: the job stays as it is."""
+        queue = self.open()
+        for leave in (
+            lambda job: queue.release(job, delay=60),
+            lambda job: queue.task_done(job, False, "x"),
+            lambda job: queue.bury(job, "x"),
+            lambda job: queue.reap_stale(0),
+            lambda job: (queue.bury(job, "x"), queue.requeue_dead()),
+        ):
+            queue.put(1, id="a")
+            job = queue.get()
+            leave(job)
+            left = self.place.raw(self.path)
+            for settle, *args in (
+                (queue.task_done,), (queue.task_done, False), (queue.bury, "x"),
+                (queue.release,), (queue.extend,),
+            ):  # fmt: skip
+                self.assertRaises(tq.LeaseLostError, settle, job, *args)
+            self.assertEqual(self.place.raw(self.path), left)
+            queue.cancel("a")
 
     def test_a_job_is_delivered_though_others_cannot_be_given_back(self):
         """A failing take-back of lapsed jobs is logged: the get has its job."""
@@ -9774,6 +9871,27 @@ class PostgresFaultTest(ClusterCase):
         self.assertIn("goes on as owner", logs.output[0])
         self.assertNotEqual(queue._engine._session.number, old.number)
         self.assertIsNone(other.get())
+        queue.task_done(job)
+
+    def test_a_lost_session_keeps_what_still_runs_only(self):
+        """A lease that a crash of the server brought back after its job was
+        settled is a dead holder's: another gets it."""
+        queue, other = self.open(), self.open()
+        queue.put_many(["runs", "settled"])
+        job, settled = queue.get_many(2)
+        jobs = self.place.jobs_table(self.path)
+        kept = f"{self.place.schema(self.path)}.kept"
+        self.ask(f"CREATE TABLE {kept} AS TABLE {jobs}")
+        queue.task_done(settled)
+        self.ask(f"DELETE FROM {kept} WHERE id <> %s", [settled.id])
+        self.ask(f"INSERT INTO {jobs} OVERRIDING SYSTEM VALUE TABLE {kept}")
+        self.ask(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks"
+            " WHERE locktype = 'advisory'"
+        )
+        with self.assertLogs("tiny_queue", "WARNING"):
+            found = [queue.get().payload, other.get()]
+        self.assertEqual(found, ["settled", None])
         queue.task_done(job)
 
     def sleeper(self, queue):
