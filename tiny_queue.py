@@ -8539,7 +8539,7 @@ class _Out:
 
     def __init__(self, as_json: bool) -> None:
         if sys.stdout is None:
-            raise _RefusalError("standard output is closed")
+            raise QueueError("standard output is closed")
         if isinstance(sys.stdout, io.TextIOWrapper):  # which may be ASCII only
             sys.stdout.reconfigure(errors="backslashreplace")
         terminal = _is_terminal(sys.stdout)
@@ -8559,8 +8559,7 @@ class _Out:
             raise
         except OSError as exc:
             done = f"; but this was done: {self.done}" if self.done else ""
-            why = f"cannot write the answer: {exc.strerror}{done}"
-            raise _RefusalError(why) from exc
+            raise QueueError(f"cannot write the answer: {exc.strerror}{done}") from exc
 
     def json(self, value: object) -> None:
         # ASCII, and DEL is the one control character that json leaves raw.
@@ -8573,9 +8572,8 @@ class _Out:
     def paint(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour and code else text
 
-    def pairs(self, pairs: Iterable[tuple[str, str]]) -> None:
-        for name, value in pairs:
-            self.line(f"{self.paint(f'{name:<14}', _DIM)} {_visible(value)}")
+    def pair(self, name: str, value: object) -> None:
+        self.line(f"{self.paint(f'{name:<14}', _DIM)} {_visible(str(value))}")
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
         """Write rows in blocks, so that a long list starts at once; count."""
@@ -8654,14 +8652,10 @@ def _open_queue(args: argparse.Namespace) -> Queue:
 def _find_queue(args: argparse.Namespace) -> Queue:
     """Open a queue that must be there; a mistyped DIR creates nothing."""
     queue = _open_queue(args)
-    names = queue._engine.names()
-    if names is None:
-        raise _RefusalError(f"no queue {queue.path!r}", _NOTHING)
+    names = queue._engine.names() or ()
     if queue.name not in names:
         hint = f"; -n can name: {', '.join(names)}" if names else ""
-        raise _RefusalError(
-            f"no queue {queue.name!r} in {queue.path!r}{hint}", _NOTHING
-        )
+        raise JobNotFoundError(f"no queue {queue.name!r} in {queue.path!r}{hint}")
     return queue
 
 
@@ -8672,10 +8666,9 @@ def _cmd_put(args: argparse.Namespace, out: _Out) -> int:
     try:
         payload = text if args.string else _payload(text)
     except ValueError as exc:
-        raise _RefusalError(
+        raise ValueError(
             f"PAYLOAD {text[:80]!r} is not valid JSON: {exc}; quote it for the shell,"
-            " like '{\"n\": 1}' or '\"text\"', or give plain text with --string",
-            _USAGE,
+            " like '{\"n\": 1}' or '\"text\"', or give plain text with --string"
         ) from None
     with _open_queue(args) as queue:
         job = queue.put(
@@ -8704,10 +8697,9 @@ def _payload(text: str) -> Any:
 
 def _put_lines(args: argparse.Namespace, out: _Out) -> int:
     """Put each line of standard input; all before a bad one are put."""
-    for name in ("id", "at", "max_retries"):
-        if getattr(args, name) is not None:
-            option = name.replace("_", "-")
-            raise _RefusalError(f"--{option} is for a single PAYLOAD, not -", _USAGE)
+    for option in ("--id", "--at", "--max-retries"):
+        if getattr(args, option[2:].replace("-", "_")) is not None:
+            raise ValueError(f"{option} is for a single PAYLOAD, not -")
     count = number = 0
     with _open_queue(args) as queue:
         try:
@@ -8733,17 +8725,14 @@ def _line_batches() -> Iterator[list[bytes]]:
     """Lines of standard input, as many as are there but at most _BATCH: a slow
     producer's jobs do not wait for a batch to fill."""
     if sys.stdin is None:
-        raise _RefusalError("standard input is closed")
-    fd, parts = sys.stdin.fileno(), [b""]
-    while chunk := os.read(fd, _MIB):
-        parts.append(chunk)
-        if b"\n" in chunk:
-            *lines, tail = b"".join(parts).split(b"\n")
-            parts = [tail]
-            for start in range(0, len(lines), _BATCH):
-                yield lines[start : start + _BATCH]
-    if last := b"".join(parts):
-        yield [last]
+        raise QueueError("standard input is closed")
+    tail = b""
+    while chunk := os.read(sys.stdin.fileno(), _MIB):
+        *lines, tail = (tail + chunk).split(b"\n")
+        for start in range(0, len(lines), _BATCH):
+            yield lines[start : start + _BATCH]
+    if tail:
+        yield [tail]
 
 
 def _parse_line(line: bytes, number: int, as_text: bool) -> list[Any]:
@@ -8754,7 +8743,7 @@ def _parse_line(line: bytes, number: int, as_text: bool) -> list[Any]:
             return [text]
         return [_payload(text)] if text.strip() else []
     except ValueError as exc:
-        raise _RefusalError(f"line {number} is not valid JSON: {exc}") from None
+        raise QueueError(f"line {number} is not valid JSON: {exc}") from None
 
 
 def _cmd_get(args: argparse.Namespace, out: _Out) -> int:
@@ -8848,8 +8837,8 @@ def _cmd_show(args: argparse.Namespace, out: _Out) -> int:
         if name.endswith(("_at", "_until")) and value is not None:
             value = _when(value) if value else "at once"
         if name != "payload" and value is not None:
-            out.pairs([(name, str(value))])
-    out.pairs([("payload", "")])
+            out.pair(name, value)
+    out.pair("payload", "")
     for line in json.dumps(job.payload, indent=2, ensure_ascii=False).split("\n"):
         out.line(_visible(line))
     return _OK
@@ -8876,14 +8865,14 @@ def _cmd_cancel(args: argparse.Namespace, out: _Out) -> int:
     (id,) = args.given
     with _find_queue(args) as queue:
         if not queue.cancel(id):
-            raise _RefusalError(f"no job {id!r} in {queue.path!r}", _NOTHING)
+            raise JobNotFoundError(f"no job {id!r} in {queue.path!r}")
     return _counted(out, "cancelled", 1)
 
 
 def _cmd_purge(args: argparse.Namespace, out: _Out) -> int:
     with _find_queue(args) as queue:
         if args.state is None:
-            raise _RefusalError("purge needs --state", _USAGE)
+            raise ValueError("purge needs --state")
         if not args.yes:
             _ask_to_purge(queue, args)
         count = queue.purge(args.state, args.older_than or 0)
@@ -8892,14 +8881,14 @@ def _cmd_purge(args: argparse.Namespace, out: _Out) -> int:
 
 def _ask_to_purge(queue: Queue, args: argparse.Namespace) -> None:
     if not (_is_terminal(sys.stdin) and _is_terminal(sys.stderr)):
-        raise _RefusalError("purge deletes jobs: say --yes where nobody can be asked")
+        raise QueueError("purge deletes jobs: say --yes where nobody can be asked")
     text = f"delete {getattr(queue.stats(), args.state)} {args.state} jobs"
     if args.older_than:
         text += f", as far as not touched for {_age(args.older_than)},"
     sys.stderr.write(_visible(f"{text} of {queue.path!r}? [y/N] "))
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise _RefusalError("nothing was deleted")
+        raise QueueError("nothing was deleted")
 
 
 def _cmd_reap(args: argparse.Namespace, out: _Out) -> int:
@@ -9051,8 +9040,9 @@ def _cmd_stats(args: argparse.Namespace, out: _Out) -> int:
             out.line(line)
     elif out.human:
         now = time.time()
-        out.pairs([("queue", f"{queue.name} in {queue.path}")])
-        out.pairs(_stats_pairs(stats, now))
+        out.pair("queue", f"{queue.name} in {queue.path}")
+        for name, value in _stats_pairs(stats, now):
+            out.pair(name, value)
         if running:
             out.line("")
             out.table(_RUNNING, (_running_row(job, now) for job in running))
@@ -9069,34 +9059,29 @@ def _running_row(job: Job, now: float) -> list[str]:
     return [job.id, str(job.attempts), _when(since), _age(now - since)]
 
 
-def _stats_pairs(stats: Stats, now: float) -> list[tuple[str, str]]:
+def _stats_pairs(stats: Stats, now: float) -> list[tuple[str, object]]:
     oldest, due = stats.oldest, stats.next_due
     return [
         ("pending", f"{stats.pending} ({stats.delayed} delayed)"),
-        ("inflight", str(stats.inflight)),
-        ("dead", str(stats.dead)),
-        ("damaged lines", str(stats.damaged)),
-        ("bytes", str(stats.bytes)),
+        ("inflight", stats.inflight),
+        ("dead", stats.dead),
+        ("damaged lines", stats.damaged),
+        ("bytes", stats.bytes),
         ("oldest waits", "-" if oldest is None else _age(now - oldest)),
         ("next due", "-" if due is None else f"in {_age(due - now)}, {_when(due)}"),
     ]
 
 
 def _stats_dict(queue: Queue, stats: Stats, running: list[Job]) -> dict[str, Any]:
-    now = time.time()
+    now, shown = time.time(), ("id", "attempts", "leased_at", "lease_until")
     return {
         "queue": queue.name,
         "directory": queue.path,
         **stats._asdict(),
         "oldest_age": None if stats.oldest is None else now - stats.oldest,
         "running": [
-            {
-                "id": job.id,
-                "attempts": job.attempts,
-                "leased_at": job.leased_at,
-                "age": now - (job.leased_at or now),
-                "lease_until": job.lease_until,
-            }
+            {name: getattr(job, name) for name in shown}
+            | {"age": now - (job.leased_at or now)}
             for job in running
         ],
     }
@@ -9131,10 +9116,12 @@ def _prometheus(queue: Queue, stats: Stats, running: list[Job]) -> Iterator[str]
 
 
 def _cmd_top(args: argparse.Namespace, out: _Out) -> int:
+    import select
     import shutil
 
     if args.json or not out.ansi:
         return _cmd_stats(args, out)
+    interval = max(0.05, args.interval)
     seen: list[tuple[float, dict[str, int]]] = []
     with _find_queue(args) as queue, contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
@@ -9145,8 +9132,11 @@ def _cmd_top(args: argparse.Namespace, out: _Out) -> int:
             lines = "".join(f"{out.paint(text, code)}\x1b[K\n" for code, text in shown)
             # Written over what is there, not cleared first: no flicker.
             print(f"\x1b[H{lines}\x1b[J", end="", flush=True)
-            if _quits(keys, max(0.05, args.interval)):
-                return _OK
+            if not keys:
+                time.sleep(interval)
+            elif select.select(keys, [], [], interval)[0]:
+                if os.read(keys[0], 64)[:1] in (b"q", b"Q", b""):  # or it was closed
+                    break
     return _OK
 
 
@@ -9201,17 +9191,6 @@ def _take_screen(stack: contextlib.ExitStack) -> list[int]:
         termios.tcsetattr(fd, termios.TCSADRAIN, modes)
         keys = [fd]
     return keys
-
-
-def _quits(keys: list[int], seconds: float) -> bool:
-    """Wait so long for a q, or the end of what is typed."""
-    if not keys:
-        time.sleep(seconds)
-        return False
-    import select
-
-    typed = select.select(keys, [], [], seconds)[0]
-    return bool(typed) and os.read(keys[0], 64)[:1] in (b"q", b"Q", b"")
 
 
 # work: a supervisor of worker processes
