@@ -2638,6 +2638,20 @@ class CloseTest(Case):
         thread.join(5.0)
         self.assertEqual((len(ended), thread.is_alive()), (1, False))
 
+    def test_close_leaves_nothing_open(self):
+        """No descriptor, connection or thread, whatever the queue was used for."""
+        with self.open() as other:  # SQLite keeps descriptors for one that is open
+            other.put("late", delay=3600)
+        before = open_fds(), threading.active_count()
+        queue = self.open()
+        queue.put_many(range(3))
+        queue.get()
+        tq.Worker(queue, str, concurrency=2, max_jobs=2).run_forever()
+        queue.get(timeout=0.01)  # which listens
+        queue.close()
+        eventually(lambda: open_fds() <= before[0], timeout=5.0)
+        eventually(lambda: threading.active_count() <= before[1])
+
     def test_close_in_a_forked_child_is_the_child_s_own(self):
         """The parent's object, lock and leases live on."""
         queue = self.open()
@@ -3214,6 +3228,7 @@ class WorkerAsyncTest(WorkerCase):
                 self.assertEqual(len({loop for _, loop in ran}), 1)
                 self.queue.put(3)
                 self.assertTrue(tq.Worker(self.queue, form).run_once())
+                self.assertEqual({loop.is_closed() for _, loop in ran}, {True})
                 self.assertEqual(sorted(payload for payload, _ in ran), [1, 2, 3])
         self.assertNotIn(RuntimeWarning, [warning.category for warning in warned])
 
@@ -3539,6 +3554,22 @@ class WorkerLeaseTest(WorkerCase):
         eventually(lambda: self.renewals() == "aabb")
         eventually(lambda: threading.active_count() <= before)  # others' may end, too
 
+    def test_a_lease_is_renewed_after_a_third_of_it(self):
+        """A worker that then stands still for another third has lost nothing."""
+        queue, late = tq.Queue(self.path, fsync=False, lease_timeout=1.2), []
+        self.addCleanup(queue.close)
+
+        def handler(job):
+            end = job.lease_until
+            late.append(eventually(lambda: queue.find(job.id).lease_until - end))
+
+        def in_time():
+            queue.put(1)
+            tq.Worker(queue, handler, max_jobs=1).run_forever()
+            return late[-1] < 0.7
+
+        self.assertTrue(any(in_time() for _ in range(3)), late)  # the host stalls
+
     def test_jobs_that_went_to_another_are_his(self):
         """A worker that stood still longer than its lease settles nothing, by
         success or failure, says so, and goes on with the next job."""
@@ -3788,6 +3819,39 @@ class WorkerSignalTest(WorkerCase):
             handle_signals=False,
         )
         self.assertEqual(during, [before])
+
+    def test_stop_may_be_called_by_a_signal_handler(self):
+        """By the application's own: the running job is the last one."""
+        self.queue.put_many([1, 2])
+        stopped = threading.Event()
+
+        def stop(*_):
+            worker.stop()
+            stopped.set()
+
+        def handler(job):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            self.assertTrue(stopped.wait(PATIENCE))
+
+        worker = tq.Worker(self.queue, handler, max_jobs=2, handle_signals=False)
+        self.addCleanup(signal.signal, signal.SIGUSR1, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, stop)
+        self.assertEqual(worker.run_forever(), tq.Totals(1, 0, 0, 0, 0))
+
+    def test_a_signal_some_time_after_stop_is_the_second(self):
+        """It gives the running job back."""
+        clock = Clock()
+        self.queue.put(1, id="a")
+
+        def handler(job):
+            worker.stop()
+            clock.jump(mono=60.0)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            eventually(lambda: self.queue.find("a").state == "pending", timeout=5.0)
+
+        worker = tq.Worker(self.queue, handler, max_jobs=1)
+        with clock.patch():
+            self.assertEqual(worker.run_forever(), tq.Totals(0, 0, 0, 1, 0))
 
     def test_a_burst_is_one_signal(self):
         """The second of two within the burst's time does not give the job back."""
