@@ -1779,6 +1779,22 @@ class LifeTest(Case):
             self.assertRaises(tq.LeaseLostError, queue.task_done, job, False)
             queue.task_done(again)
 
+    def test_expired_leases_come_back_in_their_order(self):
+        """That of the leases, not of the puts: taken over, or given back."""
+        clock = Clock()
+        with clock.patch():
+            queue = self.open(backoff=lambda n: 0)
+            queue.put("second", delay=5.0)
+            queue.put("first")
+            queue.get()
+            clock.jump(6.0, mono=6.0)
+            queue.get()
+            for give_back in (lambda: 0, queue.reap_stale):
+                clock.jump(400.0, mono=400.0)
+                give_back()
+                found = [queue.get().payload, queue.get().payload]
+                self.assertEqual(found, ["first", "second"])
+
     def test_a_lapsed_but_untaken_lease_can_still_settle(self):
         """Nothing is lost by being late while nobody else has the job."""
         clock = Clock()
@@ -5257,6 +5273,25 @@ class CompactionTest(Case):
             self.assertEqual(list(view.jobs()), want)
         self.assertEqual(len(queue.get_many(50)), 13)
         queue.task_done(jobs[3])
+
+    def test_it_reads_and_writes_a_part_at_a_time(self):
+        """However large the files are: some 1 MiB, not all of it."""
+        queue, sizes = self.open(), []
+        queue.put_many(["x" * 1000] * 5000)
+        queue.task_done(queue.get())
+
+        def pread(*args):
+            sizes.append(os.pread(*args))
+            return sizes[-1]
+
+        def write(fd, data):
+            sizes.append(data)
+            return os.write(fd, data)
+
+        with patched("os", pread=pread, write=write):
+            queue.compact()
+        self.assertGreater(sum(map(len, sizes)), 10_000_000)
+        self.assertLess(max(map(len, sizes)), 2_000_000)
 
     def test_what_was_not_read_is_not_dropped(self):
         """A compaction with an index that lacks a file's last lines is none."""
