@@ -3570,6 +3570,7 @@ class WorkerLeaseTest(WorkerCase):
         eventually(lambda: self.renewals() == "aabb")
         eventually(lambda: threading.active_count() <= before)  # others' may end, too
 
+    @of_files
     def test_a_lease_is_renewed_after_a_third_of_it(self):
         """A worker that then stands still for another third has lost nothing."""
         queue, late = tq.Queue(self.path, fsync=False, lease_timeout=1.2), []
