@@ -67,6 +67,7 @@ import random
 import re
 import resource
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -10546,7 +10547,6 @@ class PostgresOnceTest(ExactlyOnceTest):
 # =============================================================================
 
 CLI = [sys.executable, "-m", "tiny_queue"]
-COMMANDS = tuple(tq._COMMANDS)
 HOSTILE = "a\x1b[31m\x07\x9b2J\u202eevil\u2066\ud800\x7f"
 RAW = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
@@ -10572,8 +10572,6 @@ class Terminal:
             finally:
                 os._exit(127)
         self.seen = ""
-        self._bytes = b""
-        self._status = None
 
     def read_until(self, text, timeout=PATIENCE):
         """Read until a text was shown since the last call; return all of it."""
@@ -10638,17 +10636,12 @@ class CommandLineCase(Limited):
     def command(self, *args, status=0, stdin="", **env):
         """Run a command, check its exit status, return (stdout, stderr)."""
         args = self.located(args)
-        if not (self.REAL or stdin or env):
-            return self.inside(*args, status=status)
+        if not self.REAL:
+            return self.inside(*args, status=status, typed=stdin, **env)
         ran = subprocess.run(
-            [*CLI, *args],
-            input=stdin,
-            capture_output=True,
-            cwd=self.folder,
-            env={**self.env, **env},
-            encoding="utf-8",
-            timeout=60,
-        )
+            [*CLI, *args], input=stdin, capture_output=True, cwd=self.folder,
+            env={**self.env, **env}, encoding="utf-8", timeout=60,
+        )  # fmt: skip
         self.assertEqual(ran.returncode, status, (args, ran.stdout, ran.stderr))
         self.assertNotIn("Traceback", ran.stderr)
         return ran.stdout, ran.stderr
@@ -10659,28 +10652,32 @@ class CommandLineCase(Limited):
             return args
         return [self.path if word == "jobs" else word for word in args]
 
-    def inside(self, *args, status=0, kind=io.StringIO, typed=""):
+    def inside(self, *args, status=0, kind=io.StringIO, typed="", **env):
         """Call main() in this process; return what it wrote."""
         out, err = kind(), kind()
-        home = mock.patch.dict(os.environ, TINY_QUEUE_DIR="", COLUMNS="200", TERM="")
-        stdin = mock.patch.object(sys, "stdin", kind(typed))
-        before = os.getcwd()
-        os.chdir(self.folder)
-        try:
-            with home, stdin, contextlib.redirect_stdout(out):
-                with contextlib.redirect_stderr(err):
-                    got = tq.main(args)
-        except SystemExit as exc:
-            got = exc.code
-        finally:
-            os.chdir(before)
+        env = {"TINY_QUEUE_DIR": "", "COLUMNS": "200", "TERM": "", **env}
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.chdir, os.getcwd())
+            os.chdir(self.folder)
+            stdin = kind(typed)
+            if kind is io.StringIO:  # put - reads from a descriptor
+                stdin = stack.enter_context(tempfile.TemporaryFile("w+"))
+                stdin.write(typed)
+                stdin.seek(0)
+            stack.enter_context(mock.patch.dict(os.environ, env))
+            stack.enter_context(mock.patch.object(sys, "stdin", stdin))
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            try:
+                got = tq.main(args)
+            except SystemExit as exc:
+                got = exc.code
         self.assertEqual(got, status, (args, err.getvalue()))
         return out.getvalue(), err.getvalue()
 
     def shown(self, *args, **options):
         """Call main() as on a terminal without colours; return what it wrote."""
-        with mock.patch.dict(os.environ, NO_COLOR="1"):
-            return self.inside(*args, kind=Screen, **options)
+        return self.inside(*args, kind=Screen, **{"NO_COLOR": "1", **options})
 
     def answers(self, *args, **options):
         """Run a command, return the objects that it printed, one a line."""
@@ -10690,14 +10687,23 @@ class CommandLineCase(Limited):
         (answer,) = self.answers(*args, **options)
         return answer
 
+    def session(self, *rows):
+        """Run commands; each is to answer one object, or a list of them, that
+        has these pairs; or to end with a status and a text on stderr."""
+        for line, want in rows:
+            words = shlex.split(line)
+            if isinstance(want, tuple):
+                self.assertIn(want[1], self.command(*words, status=want[0])[1], line)
+                continue
+            wants = want if isinstance(want, list) else [want]
+            found = self.answers(*words)
+            self.assertEqual(len(found), len(wants), (line, found))
+            for one, job in zip(wants, found):
+                self.assertEqual({key: job[key] for key in one}, one, line)
+
     def terminal(self, *args, columns=100, rows=30, **env):
-        terminal = Terminal(
-            [*CLI, *self.located(args)],
-            self.folder,
-            {**self.env, **env},
-            columns,
-            rows,
-        )
+        command = [*CLI, *self.located(args)]
+        terminal = Terminal(command, self.folder, {**self.env, **env}, columns, rows)
         self.addCleanup(lambda: terminal.fd >= 0 and terminal.end())
         self.addCleanup(self.kill, terminal.pid)
         return terminal
@@ -10713,6 +10719,19 @@ class CommandLineCase(Limited):
         self.addCleanup(queue.close)
         return queue
 
+    def bury(self, *ids):
+        """Dead jobs, whose payload is their id."""
+        queue = self.queue()
+        for id in ids:
+            queue.put(id, id=id)
+            queue.bury(queue.get(), "bad")
+        return queue
+
+    def commands(self):
+        """Those that the main help names."""
+        text, _ = self.inside("--help")
+        return re.findall(r"(?m)^  (\w+) +\w", text.split("\ncommands")[1])
+
 
 # Command line: commands
 # =============================================================================
@@ -10720,74 +10739,49 @@ class CommandLineCase(Limited):
 
 @every_engine
 class PutTest(CommandLineCase):
-    def test_put_makes_the_queue_and_prints_the_job(self):
-        """put is durable at exit: another process finds the job."""
-        job = self.answer("put", "jobs", '{"n": 1}')
-        self.assertEqual(job["payload"], {"n": 1})
-        self.assertEqual(self.queue().find(job["id"]).payload, {"n": 1})
-
     def test_options_reach_the_job(self):
-        """--id --delay --priority --max-retries are the job's own."""
-        before = time.time()
-        job = self.answer(
-            "put", "jobs", "--id", "a", "--delay", "1h", "--priority", "7", "-5",
-            "--max-retries", "0",
-        )  # fmt: skip
-        self.assertEqual(
-            [job["id"], job["priority"], job["max_retries"], job["payload"]],
-            ["a", 7, 0, -5],
+        """What was put is what is shown; an id that is there is refused, or with
+        --exist-ok answered."""
+        job = {"id": "a", "payload": {"n": 1}, "priority": 7, "max_retries": 0}
+        self.session(
+            ("""put jobs '{"n": 1}' --id a --priority 7 --max-retries 0""", job),
+            ("show jobs a", {**job, "state": "pending", "run_at": 0.0}),
+            ("put jobs 2 --id a", (1, "'a' is already pending")),
+            ("put jobs 2 --id a --exist-ok", job),
+            ("put jobs --priority -2147483648 -5", {"payload": -5}),
+            ("put jobs -s 'a b'", {"payload": "a b"}),
+            ("put --string jobs -- --id", {"payload": "--id"}),
+            ("put jobs 1 --at 2100-01-01T00:00:00+00:00", {"run_at": 4102444800.0}),
+            ("put jobs 1 --at 2100-01-01T00:00:00Z", {"run_at": 4102444800.0}),
+            ("put jobs 1 --at 4102444800", {"run_at": 4102444800.0}),
         )
-        self.assertAlmostEqual(job["run_at"], before + 3600, delta=30)
+        due = self.answer("put", "jobs", "1", "--delay", "1h")["run_at"]
+        self.assertAlmostEqual(due, time.time() + 3600, delta=30)
 
-    def test_at_takes_iso_and_epoch(self):
-        """--at is an instant: ISO 8601, or epoch seconds."""
-        one = self.answer("put", "jobs", "1", "--at", "2100-01-01T00:00:00+00:00")
-        two = self.answer("put", "jobs", "1", "--at", "4102444800")
-        self.assertEqual([one["run_at"], two["run_at"]], [4102444800.0] * 2)
-
-    @of_files
-    def test_bad_json_says_how_to_quote_and_makes_nothing(self):
-        """A payload that is no JSON is wrong usage; no directory appears."""
-        for text in ("hello", "{a: 1}", "NaN", "1e999", "", "[" * 5000):
+    def test_what_is_no_payload_makes_nothing(self):
+        """It is usage, says how to quote, and no directory appears."""
+        deep = ["[" * depth + "]" * depth for depth in (501, 100_000)]
+        for text in ("hello", "{a: 1}", "NaN", "1e999", "", "[" * 5000, *deep):
             _, err = self.command("put", "jobs", text, status=2)
-            self.assertIn("not valid JSON", err)
+            self.assertIn("deep" if text in deep else "not valid JSON", err)
             self.assertIn("--string", err)
         self.assertEqual(os.listdir(self.folder), [])
 
-    def test_string_takes_any_text(self):
-        """--string puts plain text, also one that begins with a dash."""
-        self.assertEqual(self.answer("put", "jobs", "-s", "a b")["payload"], "a b")
-        job = self.answer("put", "--string", "jobs", "--", "--id")
-        self.assertEqual(job["payload"], "--id")
-
-    def test_an_id_that_is_alive_is_refused(self):
-        """A duplicate id exits 1 and adds nothing."""
-        self.command("put", "jobs", "1", "--id", "a")
-        _, err = self.command("put", "jobs", "2", "--id", "a", status=1)
-        self.assertIn("'a' is already pending", err)
-        self.assertEqual(len(self.queue()), 1)
-
     def test_directory_from_the_environment(self):
         """TINY_QUEUE_DIR stands in for DIR, and an explicit DIR wins."""
-        self.command("put", "1", TINY_QUEUE_DIR=self.path)
-        self.command("put", "other", "2", TINY_QUEUE_DIR=self.path)
-        self.command("put", "--id", "a", "3", TINY_QUEUE_DIR=self.path)
-        self.assertEqual([job.payload for job in self.queue().jobs()], [1, 3])
+        for words in (["1"], ["other", "2"], ["--id", "a", "3"]):
+            self.command("put", *words, TINY_QUEUE_DIR=self.path)
+        self.session(("ls jobs", [{"payload": 1}, {"payload": 3}]))
 
     def test_names_are_queues_of_their_own(self):
-        """-n picks the queue, and a missing one is told with those there."""
-        self.command("put", "jobs", "1", "-n", "mail")
-        self.assertEqual(self.answer("ls", "jobs", "--name", "mail")["payload"], 1)
-        _, err = self.command("ls", "jobs", status=3)
-        self.assertIn("mail", err)
-
-    def test_a_payload_nested_too_deep_is_usage(self):
-        """However deep: told in one line, and nothing is put."""
-        for depth in (tq._MAX_DEPTH + 1, 100_000):
-            text = "[" * depth + "]" * depth
-            _, err = self.command("put", "jobs", text, status=2)
-            self.assertIn("deep", err)
-        self.assertEqual(os.listdir(self.folder), [])
+        """-n picks one, also in front; a missing one is told with those there."""
+        self.session(
+            ("put jobs 1 -n mail", {"payload": 1}),
+            ("put jobs 2 --name=-rf", {"payload": 2}),
+            ("ls jobs --name mail", {"payload": 1}),
+            ("-n mail stats jobs", {"pending": 1, "queue": "mail"}),
+            ("ls jobs", (3, "; -n can name: -rf, mail")),
+        )
 
     def test_a_name_that_cannot_be_is_refused(self):
         """Nothing is made, neither in the directory nor outside of it."""
@@ -10795,8 +10789,6 @@ class PutTest(CommandLineCase):
             self.command("put", "jobs", "1", "--name", name, status=2)
             self.command("ls", "jobs", f"--name={name}", status=2)
         self.assertEqual(os.listdir(self.folder), [])
-        self.command("put", "jobs", "1", "--name=-rf")
-        self.assertEqual(len(self.queue(name="-rf")), 1)
 
 
 @every_engine
@@ -10805,8 +10797,7 @@ class PutLinesTest(CommandLineCase):
         """put - takes NDJSON, more than one batch, CRLF, BOM and blank lines."""
         lines = "\ufeff0\r\n\n" + "".join(f"{n}\n" for n in range(1, 2500)) + "2500"
         self.assertEqual(self.answer("put", "jobs", "-", stdin=lines), {"put": 2501})
-        payloads = [job.payload for job in self.queue().jobs()]
-        self.assertEqual(payloads, list(range(2501)))
+        self.assertEqual([j.payload for j in self.queue().jobs()], [*range(2501)])
 
     def test_a_bad_line_is_reported_with_what_was_put_before(self):
         """All lines before a bad one are put, and none behind it."""
@@ -10824,7 +10815,7 @@ class PutLinesTest(CommandLineCase):
             _, err = self.command("put", "jobs", "-", option, stdin="1", status=2)
             self.assertIn(option.split("=")[0], err)
         self.command("put", "jobs", "-", "--delay=60", "--priority=2", stdin="1")
-        self.assertEqual([j.priority for j in self.queue().jobs()], [2])
+        self.session(("ls jobs", {"priority": 2}), ("stats jobs", {"delayed": 1}))
 
     def test_a_slow_producer_does_not_wait_for_a_batch(self):
         """A line is put when it arrives, while the pipe stays open."""
@@ -10856,20 +10847,16 @@ class GetTest(CommandLineCase):
     REAL = True
 
     def test_get_done_is_a_cycle_for_scripts(self):
-        """get's id and token are what done takes; then the queue is empty."""
+        """get's id and token, which come first, are what done takes; the lease
+        outlives get's process."""
         self.command("put", "jobs", '"x"')
         job = self.answer("get", "jobs")
         self.assertEqual(list(job)[:2], ["id", "token"])
         self.assertEqual([job["payload"], job["attempts"]], ["x", 1])
-        self.assertEqual(self.command("done", "jobs", job["id"], job["token"])[0], "")
-        self.assertEqual(self.command("get", "jobs", status=3)[0], "")
-
-    def test_the_lease_outlives_the_process(self):
-        """A job of get is not delivered anew because get's process ended."""
-        self.command("put", "jobs", "1")
-        self.command("get", "jobs")
-        self.command("get", "jobs", status=3)
+        self.assertEqual(self.command("get", "jobs", status=3), ("", ""))
         self.assertEqual(self.queue().stats().inflight, 1)
+        self.assertEqual(self.command("done", "jobs", job["id"], job["token"])[0], "")
+        self.assertEqual(self.queue().stats().inflight, 0)
 
     def test_a_short_lease_ends(self):
         """--lease bounds the delivery; the old token is refused then."""
@@ -10906,41 +10893,35 @@ class GetTest(CommandLineCase):
         self.assertEqual([job.state, job.attempts], ["pending", 0])
 
 
-@every_engine(REAL=False)
+@every_engine
 class SettleTest(CommandLineCase):
-    REAL = True
-
     def lease(self, **options):
         self.queue().put("x", id="a", **options)
-        job = self.answer("get", "jobs")
-        return job["id"], job["token"]
+        return f"jobs a {self.answer('get', 'jobs')['token']}"
 
     def test_fail_retries_after_a_delay(self):
         """fail keeps the error and delays the next delivery."""
-        self.command("fail", "jobs", *self.lease(), "--error", "oh", "--delay", "1h")
-        job = self.queue().find("a")
-        found = [job.state, job.last_error, job.attempts]
-        self.assertEqual(found, ["pending", "oh", 1])
-        self.assertGreater(job.run_at, time.time() + 3000)
+        self.command(*f"fail {self.lease()} --error oh --delay 1h".split())
+        want = {"state": "pending", "last_error": "oh", "attempts": 1}
+        self.session(("show jobs a", want))
+        self.assertGreater(self.queue().find("a").run_at, time.time() + 3000)
 
     def test_fail_without_retries_left_is_dead(self):
-        """The last delivery's failure makes the job dead."""
-        self.command("fail", "jobs", *self.lease(max_retries=0), "--error", "oh")
-        self.assertEqual(self.answer("dead", "jobs")["last_error"], "oh")
-
-    def test_fail_dead_buries_at_once(self):
-        """--dead ignores the retries that are left."""
-        self.command("fail", "jobs", *self.lease(), "--dead", "--error", "never")
-        self.assertEqual(self.queue().find("a").state, "dead")
+        """As it is with --dead, however many are left."""
+        for options, more in (({"max_retries": 0}, ""), ({}, "--dead")):
+            self.command(*f"fail {self.lease(**options)} --error oh {more}".split())
+            self.session(("dead jobs", {"id": "a", "last_error": "oh"}))
+            self.command("cancel", "jobs", "a")
 
     def test_a_wrong_token_changes_nothing(self):
-        """done and fail of a token that is not the job's exit 1."""
-        id, token = self.lease()
+        """done and fail of a token that is not the job's exit 1; of a job that is
+        gone, 3."""
+        words = self.lease()
         for command in ("done", "fail"):
-            _, err = self.command(command, "jobs", id, "0", status=1)
+            _, err = self.command(command, "jobs", "a", "0", status=1)
             self.assertIn("no longer leased to token '0'", err)
-        self.command("done", "jobs", id, token)
-        self.command("done", "jobs", id, token, status=3)
+        self.command("done", *words.split())
+        self.command("done", *words.split(), status=3)
 
 
 @every_engine
@@ -10950,47 +10931,43 @@ class LookingTest(CommandLineCase):
         words = {"done": ["a", "t"], "fail": ["a", "t"], "show": ["a"],
                  "requeue": ["a"], "cancel": ["a"], "move": ["b"],
                  "purge": ["--state=dead", "--yes"]}  # fmt: skip
-        for name in COMMANDS:
-            if name not in ("put", "work"):
-                args = [name, self.path, *words.get(name, [])]
-                out, err = self.inside(*args, status=3)
-                self.assertEqual(out, "")
-                self.assertIn("no queue", err)
-        self.command("get", "jobs", status=3)
+        for name in {*self.commands()} - {"put", "work"}:
+            out, err = self.inside(name, self.path, *words.get(name, []), status=3)
+            self.assertEqual(out, "")
+            self.assertIn("no queue", err)
         self.assertEqual(os.listdir(self.folder), [])
 
     @of_files
     def test_wrong_usage_is_2(self):
         """No command, an unknown one, missing and surplus words: usage."""
-        self.inside(status=2)
-        self.inside("frobnicate", status=2)
-        for name in COMMANDS:
-            _, err = self.inside(name, status=2)
-            self.assertIn("missing: DIR", err)
-            self.assertIn("TINY_QUEUE_DIR", err)
-            _, err = self.inside(name, *"abcdefg", status=2)
-            self.assertIn("too many arguments", err)
-        self.inside("stats", "jobs", "--frob", status=2)
-        self.inside("stats", "jobs", "-n", "no/name", status=2)
-        self.inside("put", "jobs", "1", "--delay", "soon", status=2)
+        for name in self.commands():
+            for words, want in (([], "missing: DIR"), ("abcdefg", "too many argum")):
+                self.assertIn(want, self.command(name, *words, status=2)[1])
+        self.session(
+            ("", (2, "COMMAND")),
+            ("frobnicate", (2, "COMMAND")),
+            ("show", (2, "TINY_QUEUE_DIR can stand in for DIR")),
+            ("stats jobs here now", (2, "too many arguments: 'here' 'now'")),
+            ("stats jobs --frob", (2, "--frob")),
+            ("stats jobs -n no/name", (2, "'no/name' cannot name a queue")),
+            ("put jobs 1 --delay soon", (2, "--delay: 'soon' is not a time like 90")),
+            ("put jobs 1 --at soon", (2, "--at: 'soon' is not an instant like")),
+            ("put jobs 1 --max-retries -1", (2, "'-1' is not a whole number from 0")),
+            ("ls jobs --state odd", (2, "'odd' is not pending, inflight or dead")),
+            ("purge jobs --yes", (3, "no queue")),
+        )
 
-    def test_ls_filters_and_limits(self):
-        """ls lists by state and at most --limit; nothing listed is 3."""
-        queue = self.queue()
-        queue.put_many(range(5))
-        queue.bury(queue.get(), "bad")
-        self.assertEqual(len(self.answers("ls", "jobs")), 5)
-        dead = self.answer("ls", "jobs", "--state", "dead")
-        self.assertEqual([dead["payload"], dead["last_error"]], [0, "bad"])
-        two = self.answers("ls", "jobs", "--state", "pending", "--limit", "2")
-        self.assertEqual([job["payload"] for job in two], [1, 2])
-        self.command("ls", "jobs", "--state", "inflight", status=3)
-
-    def test_show_is_all_of_one_job(self):
-        """show prints one job; an unknown id is 3."""
-        self.queue().put({"k": "v"}, id="a")
-        self.assertEqual(self.answer("show", "jobs", "a")["payload"], {"k": "v"})
-        self.assertIn("'b'", self.command("show", "jobs", "b", status=3)[1])
+    def test_ls_and_show(self):
+        """ls lists by state and at most --limit, 3 if nothing; show prints one."""
+        self.bury("bad").put_many(range(1, 5), ids=[*"abcd"])
+        self.session(
+            ("ls jobs", [*({"payload": n} for n in range(1, 5)), {"id": "bad"}]),
+            ("ls jobs --state dead", {"payload": "bad", "last_error": "bad"}),
+            ("ls jobs --state pending --limit 2", [{"payload": 1}, {"payload": 2}]),
+            ("ls jobs --state inflight", (3, "")),
+            ("show jobs a", {"payload": 1, "state": "pending"}),
+            ("show jobs e", (3, "'e'")),
+        )
 
     def test_stats_tells_what_is_running(self):
         """stats counts and lists the inflight jobs and since when."""
@@ -11026,93 +11003,64 @@ class LookingTest(CommandLineCase):
         queue = self.queue()
         queue.put_many(["one", "two"])
         self.assertEqual(self.answers("verify", "jobs"), [])
-        file = os.path.join(self.path, "default.pending.jsonl")
-        with open(file, "rb+") as data:
-            text = data.read().replace(b'"two"', b'"tvo"')
-            data.seek(0)
-            data.write(text)
+        file = pathlib.Path(file_of(self.path, "pending"))
+        file.write_bytes(file.read_bytes().replace(b'"two"', b'"tvo"'))
         damage = self.answer("verify", "jobs", status=1)
-        self.assertEqual([damage["file"], damage["line"]], [os.path.basename(file), 2])
+        self.assertEqual([damage["file"], damage["line"]], [file.name, 2])
 
 
 @every_engine
 class ChangeTest(CommandLineCase):
-    def bury(self, *ids):
-        queue = self.queue()
-        for id in ids:
-            queue.put(id, id=id)
-            queue.bury(queue.get(), "bad")
-        return queue
-
-    def test_requeue_one_or_all(self):
-        """requeue ID takes that one, --all the rest; not dead is 3."""
-        queue = self.bury("a", "b", "c")
-        self.assertEqual(self.answer("requeue", "jobs", "b"), {"requeued": 1})
-        self.command("requeue", "jobs", "b", status=3)
-        self.assertEqual(self.answer("requeue", "jobs", "--all"), {"requeued": 2})
-        self.assertEqual(len(queue), 3)
+    def test_jobs_are_requeued_cancelled_purged_and_reaped(self):
+        """Each tells how many; one that is not there is 3."""
+        queue = self.bury(*"abcd")
+        self.session(
+            ("requeue jobs b", {"requeued": 1}),
+            ("requeue jobs b", (3, "'b'")),
+            ("requeue jobs --all", {"requeued": 3}),
+            ("requeue --all jobs", {"requeued": 0}),
+            ("ls jobs", [{"id": id} for id in "bacd"]),
+            ("cancel jobs a", {"cancelled": 1}),
+            ("cancel jobs a", (3, "no job 'a'")),
+            ("get jobs", {"id": "b"}),
+            ("reap jobs", {"reaped": 0}),
+            ("reap jobs --older-than 0", {"reaped": 1}),
+            ("purge jobs --yes", (2, "--state")),
+            ("purge jobs --state pending", (1, "say --yes")),
+            ("purge jobs --state pending --yes --older-than 1d", {"purged": 0}),
+            ("stats jobs", {"pending": 3, "dead": 0}),
+            ("purge jobs --state pending --yes", {"purged": 3}),
+        )
+        self.assertEqual([*queue.jobs()], [])
         out = self.answer("requeue", "--all", TINY_QUEUE_DIR=self.path)
         self.assertEqual(out, {"requeued": 0})
 
-    def test_cancel_removes_one(self):
-        """cancel removes a job; one that is not there is 3."""
-        queue = self.bury("a", "b")
-        self.assertEqual(self.answer("cancel", "jobs", "a"), {"cancelled": 1})
-        self.command("cancel", "jobs", "a", status=3)
-        self.assertEqual([job.id for job in queue.jobs()], ["b"])
-
-    def test_purge_needs_yes_where_nobody_can_be_asked(self):
-        """purge without a terminal and --yes is refused; needs --state."""
-        queue = self.bury("a", "b")
-        self.command("purge", "jobs", "--yes", status=2)
-        self.command("purge", "jobs", "--state", "dead", stdin="y\n", status=1)
-        self.assertEqual(queue.stats().dead, 2)
-        args = ("purge", "jobs", "--state", "dead", "--yes")
-        self.assertEqual(self.answer(*args, "--older-than", "1d"), {"purged": 0})
-        self.assertEqual(self.answer(*args), {"purged": 2})
-
     @of_files
     def test_purge_asks_on_a_terminal(self):
-        """Only a yes deletes; anything else is refused with 1."""
+        """With count and age; only a yes deletes, anything else is status 1."""
         queue = self.bury("a", "b")
-        for answer, status, left in (("\n", 1, 2), ("n\n", 1, 2), ("y\n", 0, 0)):
-            terminal = self.terminal("purge", "jobs", "--state", "dead")
-            self.assertIn("delete 2 dead jobs", terminal.read_until("[y/N] "))
-            terminal.type(answer)
-            self.assertEqual(terminal.end()[1], status)
+        words = ["purge", "jobs", "--state=dead"]
+        for more, typed, status, left, said in (
+            ([], "\n", 1, 2, "delete 2 dead jobs of"),
+            (["--older-than=1h"], "n\n", 1, 2, "as far as not touched for 60 m, of"),
+            ([], "y\n", 0, 0, "[y/N] "),
+        ):
+            _, err = self.shown(*words, *more, status=status, typed=typed)
+            self.assertIn(said, err)
             self.assertEqual(queue.stats().dead, left)
 
-    def test_reap_takes_back(self):
-        """reap gives back the jobs that were not renewed for so long."""
-        self.queue().put(1)
-        self.command("get", "jobs")
-        self.assertEqual(self.answer("reap", "jobs"), {"reaped": 0})
-        self.assertEqual(
-            self.answer("reap", "jobs", "--older-than", "0"), {"reaped": 1}
-        )
-        self.assertEqual(len(self.queue()), 1)
-
-    def test_compact_is_refused_where_there_is_nothing_to_do(self):
-        """An engine that cannot compact says so with 1, and the queue too."""
-        queue = self.queue()
-        queue.put(1)
-        if self.place.engine.can_compact:
-            self.assertIsNone(queue.compact())
-        else:
-            self.assertRaises(tq.QueueError, queue.compact)
-            _, err = self.command("compact", "jobs", status=1)
-            self.assertIn("nothing to compact", err)
-        self.assertEqual(len(queue), 1)
-
-    @of_files
     def test_compact_says_what_it_freed(self):
-        """compact empties the files of a drained queue."""
+        """An engine that has nothing to compact says so with 1, as Queue does."""
         queue = self.queue()
         queue.put_many(range(100))
         queue.purge("pending")
-        sizes = self.answer("compact", "jobs")
-        self.assertGreater(sizes["bytes_before"], 1000)
-        self.assertEqual(sizes["bytes"], 0)
+        if self.place.engine.can_compact:
+            sizes = self.answer("compact", "jobs")
+            self.assertGreater(sizes["bytes_before"], 1000)
+            self.assertEqual(sizes["bytes"], 0)
+        else:
+            self.assertRaises(tq.QueueError, queue.compact)
+            self.session(("compact jobs", (1, "nothing to compact")))
 
 
 # Command line: what reaches a terminal
@@ -11392,59 +11340,77 @@ class MoveTest(CommandLineCase):
 
 
 class TerminalTest(CommandLineCase):
-    def on_terminal(self, *args, status=0, **env):
-        text, code = self.terminal(*args, **env).end()
-        self.assertEqual(code, status, text)
-        return text
+    """What a person on a terminal is shown, and what a pipe gets."""
 
-    def test_tables_are_aligned(self):
-        """On a terminal ls is a table."""
-        self.queue().put_many([1, 2], ids=["a", "long-identifier"])
-        head, *rows = self.on_terminal("ls", "jobs", NO_COLOR="1").splitlines()
-        found = [row.index("pending") for row in rows]
-        self.assertEqual(found, [head.index("STATE")] * 2)
+    def test_tables_are_aligned_and_fit(self):
+        """Under one header, however many blocks of rows; the last column is cut
+        at the terminal's width."""
+        self.queue(fsync=False).put_many(["x" * 99] * 501)
+        lines = self.shown("ls", "jobs", COLUMNS="70")[0].splitlines()
+        self.assertEqual(len(lines), 502)
+        self.assertEqual({len(line) for line in lines[1:]}, {70})
+        self.assertEqual({line[-2:] for line in lines[1:]}, {".."})
+        found = {line.index("pending") for line in lines[1:]}
+        self.assertEqual(found, {lines[0].index("STATE")})
+        self.assertEqual([line for line in lines if line.startswith("ID")], lines[:1])
 
-    def test_json_is_json_on_a_terminal_too(self):
-        """--json prints objects on a terminal."""
-        self.queue().put("x", id="a")
-        for command in ("ls", "stats", "top"):
-            json.loads(self.on_terminal(command, "jobs", "--json"))
-
-    def test_lines_fit_the_terminal(self):
-        """No line of a table is longer than the terminal is wide."""
-        self.queue().put("x" * 500, id="y" * 30)
-        for line in self.on_terminal(
-            "ls", "jobs", columns=60, NO_COLOR="1"
-        ).splitlines():
-            self.assertLessEqual(len(line), 60)
+    def test_for_people_everything_is_told_in_words(self):
+        """compact, verify, ls and stats on a terminal, empty and not."""
+        queue = self.queue()
+        queue.cancel(queue.put(1).id)
+        self.assertIn("no job to list", self.shown("ls", "jobs", status=3)[1])
+        self.assertIn("nothing is damaged", self.shown("verify", "jobs")[0])
+        queue.put(1, id="later", delay=3 * 86400)
+        self.assertRegex(self.shown("ls", "jobs")[0], r"later.* in 3 d")
+        self.assertRegex(self.shown("show", "jobs", "later")[0], r"(?m)^id +later$")
+        self.assertNotIn("RUNNING", self.shown("stats", "jobs")[0])
+        queue.put(1, id="now")
+        queue.get()
+        self.assertRegex(self.shown("stats", "jobs")[0], r"\nnow +1 .* s\n$")
+        size = queue.stats().bytes
+        out = self.shown("compact", "jobs")[0]
+        self.assertRegex(out, rf"^compacted {size} to \d+ bytes$")
+        with open(file_of(self.path, "dead"), "w") as file:
+            file.write("damage\n")
+        out = self.shown("verify", "jobs", status=1)[0]
+        self.assertRegex(out, r"FILE +LINE +REASON\ndefault.dead.jsonl +1 +not strict")
+        os.truncate(file_of(self.path, "dead"), 0)
 
     def test_colour_only_on_a_terminal_and_never_with_no_color(self):
-        """Escapes are for a terminal without NO_COLOR that is not dumb."""
-        queue = self.queue()
-        queue.put("x")
-        queue.bury(queue.get(), "bad")
-        self.assertIn("\x1b[", self.on_terminal("ls", "jobs"))
-        self.assertNotIn("\x1b", self.on_terminal("ls", "jobs", NO_COLOR="1"))
-        self.assertNotIn("\x1b", self.on_terminal("ls", "jobs", TERM="dumb"))
+        """Escapes are for a terminal without NO_COLOR that is not dumb; --json
+        is JSON there, too."""
+        self.bury("a")
+        text, status = self.terminal("ls", "jobs").end()
+        self.assertEqual((text.count("\x1b["), status), (4, 0))
+        self.assertNotIn("\x1b", self.shown("ls", "jobs")[0])
+        self.assertNotIn("\x1b", self.shown("ls", "jobs", NO_COLOR="", TERM="dumb")[0])
         self.assertNotIn("\x1b", self.command("ls", "jobs")[0])
+        for command in ("ls", "stats", "top"):
+            json.loads(self.shown(command, "jobs", "--json")[0])
+
+    def test_an_old_windows_console_gets_no_escapes(self):
+        """A new one says that it is one."""
+        self.queue().put(1)
+        with mock.patch.object(tq, "_WINDOWS", True):
+            for name, escapes in (("OTHER", 0), ("WT_SESSION", 2)):
+                out, _ = self.shown("ls", "jobs", NO_COLOR="", **{name: "1"})
+                self.assertEqual(out.count("\x1b"), escapes)
 
     def test_hostile_characters_never_reach_a_terminal(self):
         """Controls, bidi marks and surrogates are escaped in every view."""
-        queue = self.queue()
-        hostile = "\u202eevil\u2066"
+        queue, hostile = self.queue(), "\u202eevil\u2066"
         queue.put(HOSTILE, id=hostile)
         queue.bury(queue.get(), HOSTILE)
         queue.put({HOSTILE: HOSTILE})
         queue.get()
-        for args in (["ls"], ["dead"], ["stats"], ["show", hostile], ["get"]):
-            status = 3 if args == ["get"] else 0
-            text = self.on_terminal(
-                args[0], "jobs", *args[1:], status=status, NO_COLOR="1"
-            )
-            self.assertIsNone(RAW.search(text), (args, text))
-        for args in (["show", "jobs"], ["ls", "jobs", "-n"], ["ls"], ["put", "q"]):
-            text, _ = self.terminal(*args, "\x1b[31m\u202e").end()
-            self.assertIsNone(RAW.search(text), (args, text))
+        for words, status in (
+            ("ls jobs", 0), ("dead jobs", 0), ("stats jobs", 0), ("get jobs", 3),
+            (f"show jobs {hostile}", 0), ("show jobs \x1b[31m", 2),
+            ("ls jobs -n \x1b[31m", 2), ("ls \x1b[31m", 3), ("ls --\x1b[31m\u202e", 2),
+            ("put q \x1b[31m\u202e", 2), (f"put jobs 1 --id \u202e{hostile}", 0),
+        ):  # fmt: skip
+            shown = self.shown(*words.split(" "), status=status)
+            self.assertIsNone(RAW.search("".join(shown)), (words, shown))
 
     def test_ndjson_is_ascii_and_exact(self):
         """Piped answers are ASCII and give back the payload exactly."""
@@ -11458,33 +11424,9 @@ class TerminalTest(CommandLineCase):
         """LC_ALL=C or an ASCII stream never raises UnicodeEncodeError."""
         self.queue().put("漢字", id="é")
         for env in ({"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}):
-            self.assertIn("\\u6f22", self.on_terminal("ls", "jobs", **env))
-            self.assertIn("payload", self.on_terminal("show", "jobs", "é", **env))
-            self.command("show", "jobs", "ü", status=3, **env)
-
-    def test_a_closed_pipe_ends_it_quietly(self):
-        """`ls | head -1` prints one line and no complaint."""
-        self.queue().put_many(["x" * 200] * 3000)
-        pipe = f"{' '.join(CLI)} ls jobs | head -n 1"
-        ran = subprocess.run(
-            ["sh", "-c", pipe], cwd=self.folder, env=self.env, capture_output=True,
-            timeout=60,
-        )  # fmt: skip
-        self.assertEqual(ran.stderr, b"")
-        self.assertEqual(len(ran.stdout.splitlines()), 1)
-
-    @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
-    def test_a_full_disk_under_stdout_is_told(self):
-        """What cannot be written is an error, not silence."""
-        self.queue().put(1)
-        pipe = f"{' '.join(CLI)} ls jobs >/dev/full"
-        ran = subprocess.run(
-            ["sh", "-c", pipe], cwd=self.folder, env=self.env, capture_output=True,
-            timeout=60, text=True,
-        )  # fmt: skip
-        self.assertEqual(ran.returncode, 1, ran.stderr)
-        self.assertNotIn("Traceback", ran.stderr)
-        self.assertIn("No space", ran.stderr)
+            for words, status in ((["show", "jobs", "é"], 0), (["ls", "é"], 3)):
+                text, got = self.terminal(*words, **env).end()
+                self.assertEqual(got, status, text)
 
     def test_an_error_is_one_line_without_traceback(self):
         """A file in the queue's place is refused with 1."""
@@ -11493,6 +11435,12 @@ class TerminalTest(CommandLineCase):
         for args in (["ls", "jobs"], ["put", "jobs", "1"]):
             _, err = self.command(*args, status=1)
             self.assertEqual(len(err.splitlines()), 1)
+
+    def test_ctrl_c_ends_it_quietly(self):
+        """With the status by which shells tell that signal."""
+        self.queue().put(1)
+        with mock.patch.object(tq.Queue, "stats", side_effect=KeyboardInterrupt):
+            self.assertEqual(self.command("stats", "jobs", status=130), ("", ""))
 
 
 class TopTest(CommandLineCase):
@@ -11508,6 +11456,7 @@ class TopTest(CommandLineCase):
         terminal, _ = self.start(NO_COLOR="1")
         queue = self.queue()
         job = queue.get()
+        terminal.type("x")  # no key of top
         shown = terminal.read_until(job.id)
         self.assertIn("\x1b[H", shown)
         self.assertNotIn("\x1b[2J", shown)
@@ -11558,15 +11507,20 @@ class TopTest(CommandLineCase):
         self.assertEqual((shown.count("3 (0 delayed)\n"), status), (1, 0))
 
     def watch(self, *steps):
-        """Each step is done in the place of a sleep, then comes Ctrl-C; return
-        the lines that were shown before each."""
+        """Each step is done in the place of top's sleep, then comes Ctrl-C;
+        return the lines that were shown before each."""
         steps = iter([*steps, lambda: signal.raise_signal(signal.SIGINT)])
+
+        def sleep(seconds):  # other threads sleep, too
+            return next(steps)() if seconds == 7.0 else time.sleep(seconds)
+
         before = signal.getsignal(signal.SIGTERM)
         with mock.patch.dict(os.environ, TERM="xterm", NO_COLOR="1"):
             with contextlib.redirect_stdout(Screen()) as shown:
                 with mock.patch.object(sys, "stdin", io.StringIO()):
-                    with patched("time", sleep=lambda seconds: next(steps)()):
-                        self.assertEqual(tq.main(["top", self.path]), 0)
+                    with patched("time", sleep=sleep):
+                        words = ["top", self.path, "--interval=7"]
+                        self.assertEqual(tq.main(words), 0)
         self.assertIs(signal.getsignal(signal.SIGTERM), before)
         self.assertTrue(shown.getvalue().endswith("\x1b[?25h\x1b[?1049l"))
         return [
@@ -11589,122 +11543,85 @@ class TopTest(CommandLineCase):
         self.assertAlmostEqual(float(rates[2][2]), 10.0, delta=0.5)
 
 
-class PeopleTest(CommandLineCase):
-    """What a person on a terminal is told."""
-
-    def test_for_people_everything_is_told_in_words(self):
-        """compact, verify, ls and stats on a terminal, empty and not."""
-        queue = self.queue()
-        queue.cancel(queue.put(1).id)
-        self.assertIn("no job to list", self.shown("ls", "jobs", status=3)[1])
-        self.assertIn("nothing is damaged", self.shown("verify", "jobs")[0])
-        queue.put(1, id="later", delay=3 * 86400)
-        self.assertRegex(self.shown("ls", "jobs")[0], r"later.* in 3 d")
-        self.assertNotIn("RUNNING", self.shown("stats", "jobs")[0])
-        queue.put(1, id="now")
-        queue.get()
-        self.assertIn("now", self.shown("stats", "jobs")[0])
-        size = queue.stats().bytes
-        out = self.shown("compact", "jobs")[0]
-        self.assertRegex(out, rf"^compacted {size} to \d+ bytes$")
-        with open(file_of(self.path, "dead"), "w") as file:
-            file.write("damage\n")
-        out = self.shown("verify", "jobs", status=1)[0]
-        self.assertRegex(out, r"FILE +LINE +REASON\ndefault.dead.jsonl +1 +not strict")
-        os.truncate(file_of(self.path, "dead"), 0)
-
-    def test_a_long_table_has_one_header(self):
-        """However many blocks it is written in."""
-        self.queue(fsync=False).put_many(range(501))
-        lines = self.shown("ls", "jobs")[0].splitlines()
-        self.assertEqual(len(lines), 502)
-        self.assertEqual([line for line in lines if line.startswith("ID")], lines[:1])
-
-    def test_purge_says_what_it_would_delete(self):
-        """It asks, with the age, and takes anything but y for no."""
-        queue = self.queue()
-        queue.put(1, id="a")
-        _, err = self.shown(
-            "purge",
-            "jobs",
-            "--state=pending",
-            "--older-than",
-            "1h",
-            status=1,
-            typed="no\n",
-        )
-        self.assertIn("delete 1 pending jobs, as far as not touched for 60 m", err)
-        self.assertEqual(len(queue), 1)
-
-
 class StreamsTest(CommandLineCase):
     """Standard streams that are closed, or not what they should be."""
 
-    def without(self, name, *args, status):
-        """Call main() without one of the standard streams; return what it said."""
+    def piped(self, end):
+        """Status, stderr and lines of a long `ls` in a shell, with this behind."""
+        self.queue().put_many(["x" * 200] * 3000)
+        ran = subprocess.run(
+            ["sh", "-c", f"{' '.join(CLI)} ls jobs {end}"], cwd=self.folder,
+            env=self.env, capture_output=True, timeout=60, text=True,
+        )  # fmt: skip
+        return ran.returncode, ran.stderr, len(ran.stdout.splitlines())
+
+    def test_a_closed_pipe_ends_it_quietly(self):
+        """`ls | head -1` prints one line and no complaint."""
+        self.assertEqual(self.piped("| head -n 1"), (0, "", 1))
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
+    def test_a_full_disk_under_stdout_is_told(self):
+        """What cannot be written is an error, not silence."""
+        status, said, _ = self.piped(">/dev/full")
+        self.assertRegex((status, said)[1], r"^tiny_queue: .*No space left.*\n$")
+        self.assertEqual(status, 1)
+
+    def without(self, name, *args, status, stream=None):
+        """Call main() without one of the standard streams, or with that one in
+        its place; return what it said."""
         with mock.patch.object(sys, "stderr", io.StringIO()) as err:
             with mock.patch.object(sys, "stdout", io.StringIO()):
-                with mock.patch.object(sys, name, None):
+                with mock.patch.object(sys, name, stream):
                     self.assertEqual(tq.main(args), status)
         return err.getvalue()
 
-    def test_without_standard_output(self):
-        """Nothing is done, for nobody would see what."""
-        said = self.without("stdout", "put", self.path, "1", status=1)
-        self.assertEqual(said, "tiny_queue: standard output is closed\n")
-        self.assertFalse(os.path.exists(self.path))
+    def stream(self, verb, error):
+        """A standard stream whose write or flush fails."""
+        stream = mock.Mock(encoding="utf-8", isatty=lambda: False)
+        getattr(stream, verb).side_effect = error
+        return stream
+
+    def test_without_one_of_them(self):
+        """Nothing is done without standard output, for nobody would see what; an
+        error that cannot be told keeps its exit status."""
+        put = ("put", self.path)
+        for name, words, status, said in (
+            ("stdout", (*put, "1"), 1, "tiny_queue: standard output is closed\n"),
+            ("stdin", (*put, "-"), 1, "standard input is closed"),
+            ("stderr", ("show", self.path, "a"), 3, ""),
+        ):
+            self.assertIn(said, self.without(name, *words, status=status))
+            self.assertFalse(os.path.exists(self.path))
+        full = self.stream("write", OSError(errno.ENOSPC, "No space left on device"))
+        self.without("stderr", "show", self.path, "a", status=3, stream=full)
+        full.write.assert_called_once()
 
     def test_an_answer_that_cannot_be_written(self):
         """Of a change it is said that it was made, or it would be repeated."""
-        full = mock.Mock(encoding="utf-8", isatty=lambda: False)
-        full.flush.side_effect = OSError(errno.ENOSPC, "No space left on device")
-        put = ["put", self.path, "1", "--id", "a"]
-        told = "; but this was done: put job a\n"
-        for args, done in ((put, told), (["ls", self.path], "\n")):
-            with mock.patch.object(sys, "stderr", io.StringIO()) as err:
-                with mock.patch.object(sys, "stdout", full):
-                    self.assertEqual(tq.main(args), 1)
+        full = self.stream("flush", OSError(errno.ENOSPC, "No space left on device"))
+        for words, done in (
+            (["put", self.path, "1", "--id=a"], "; but this was done: put job a"),
+            (["ls", self.path], ""),
+            (["cancel", self.path, "a"], "; but this was done: cancelled 1 job"),
+        ):
+            said = self.without("stdout", *words, status=1, stream=full)
             want = f"tiny_queue: cannot write the answer: No space left on device{done}"
-            self.assertEqual(err.getvalue(), want)
+            self.assertEqual(said, f"{want}\n")
 
     def test_a_reader_that_has_left_before_the_answer(self):
         """It has had enough: no error, and the change is made."""
-        left = mock.Mock(encoding="utf-8", isatty=lambda: False)
-        left.flush.side_effect = BrokenPipeError
-        with mock.patch.object(tq, "_abandon_output") as abandon:
-            with mock.patch.object(sys, "stdout", left):
-                self.assertEqual(tq.main(["put", self.path, "1"]), 0)
-        abandon.assert_called_once_with()
+        left = self.stream("flush", BrokenPipeError)
+        with tempfile.TemporaryFile() as file:
+            left.fileno = file.fileno
+            words = ("put", self.path, "1")
+            self.assertEqual(self.without("stdout", *words, status=0, stream=left), "")
         self.assertEqual(len(self.queue()), 1)
-
-    def test_without_standard_error(self):
-        """An error that cannot be told keeps its exit status."""
-        self.without("stderr", "show", self.path, "a", status=3)
-        full = mock.Mock(encoding="utf-8")
-        full.write.side_effect = OSError(errno.ENOSPC, "No space left on device")
-        with mock.patch.object(sys, "stderr", full):
-            self.assertEqual(tq.main(["show", self.path, "a"]), 3)
-        full.write.assert_called_once()
-
-    def test_without_standard_input(self):
-        """put - says so, and puts nothing."""
-        said = self.without("stdin", "put", self.path, "-", status=1)
-        self.assertIn("standard input is closed", said)
-        self.assertFalse(os.path.exists(self.path))
-
-    def test_an_old_windows_console_gets_no_escapes(self):
-        """A new one says that it is one."""
-        with mock.patch.object(sys, "stdout", Screen()):
-            with mock.patch.object(tq, "_WINDOWS", True):
-                for name, ansi in (("OTHER", False), ("WT_SESSION", True)):
-                    with mock.patch.dict(os.environ, {name: "1", "TERM": "xterm"}):
-                        self.assertEqual(tq._Out(False).ansi, ansi)
 
 
 class HelpTest(CommandLineCase):
     def examples(self, command):
         """The lines behind `example:` in a command's help."""
-        text, _ = self.inside(command, "--help", status=0)
+        text, _ = self.inside(command, "--help")
         return re.split(r"\nexamples?:\n", text)[1].strip().splitlines()
 
     def test_every_example_runs(self):
@@ -11712,7 +11629,7 @@ class HelpTest(CommandLineCase):
         with open(os.path.join(self.folder, "handlers.py"), "w") as file:
             file.write("def send(job):\n    print('sent', job.payload)\n")
         env = {**self.env, "PYTHON": sys.executable, "id": "", "token": ""}
-        for command in COMMANDS:
+        for command in self.commands():
             for line in self.examples(command):
                 if command in ("done", "fail"):
                     job = self.answer("get", "jobs")
@@ -11724,35 +11641,20 @@ class HelpTest(CommandLineCase):
                 )  # fmt: skip
                 self.assertEqual(ran.returncode, 0, (line, ran.stdout, ran.stderr))
 
-    def test_the_readme_has_every_command(self):
-        """Its list of commands has a line for each, and no other."""
-        text = pathlib.Path(ROOT, "README.md").read_text("utf-8")
-        found = re.findall(r"(?m)^    tiny-queue (\w+) ", text)
-        self.assertEqual(sorted(set(found)), sorted(COMMANDS))
-
-    def test_every_help_says_that_a_url_will_do(self):
-        """Wherever DIR stands; the main help shows one."""
-        self.assertIn("sqlite:///", self.inside("--help", status=0)[0])
-        for command in COMMANDS:
-            text, _ = self.inside(command, "--help", status=0)
+    def test_every_command_is_told(self):
+        """In the main help, which shows a URL, and the README; each has a help of
+        its own, with an example, that says where a URL will do."""
+        commands, main = self.commands(), self.inside("--help")[0]
+        self.assertIn("sqlite:///", main)
+        readme = pathlib.Path(ROOT, "README.md").read_text("utf-8")
+        found = re.findall(r"(?m)^    tiny-queue (\w+) ", readme)
+        self.assertEqual(sorted(set(found)), sorted(commands))
+        for command in commands:
+            text, _ = self.inside(command, "--help")
             self.assertIn("[DIR]", text)
             self.assertIn("DIR may be a URL", text)
-
-    def test_the_main_help_names_every_command(self):
-        """`--help` lists the commands; each has help, options and an example."""
-        text, _ = self.inside("--help", status=0)
-        for command in COMMANDS:
-            self.assertRegex(text, rf"\n  {command} +\w")
             self.assertIn(f" {command} jobs", " ".join(self.examples(command)))
-        self.assertEqual(self.command("--version")[0].strip(), tq.__version__)
-
-    def test_what_is_no_command_is_usage(self):
-        """No command, words where none belong; a name may stand in front."""
-        self.assertIn("COMMAND", self.inside(status=2)[1])
-        _, err = self.inside("stats", "jobs", "here", "now", status=2)
-        self.assertIn("too many arguments: 'here' 'now'", err)
-        self.queue(name="mail").put(1)
-        self.assertEqual(self.answer("-n", "mail", "stats", "jobs")["pending"], 1)
+        self.assertEqual(self.inside("--version"), (f"{tq.__version__}\n", ""))
 
 
 # Command line: work
