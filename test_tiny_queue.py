@@ -11444,103 +11444,86 @@ class TerminalTest(CommandLineCase):
 
 
 class TopTest(CommandLineCase):
-    def start(self, **options):
-        self.queue().put_many(range(3))
-        terminal = self.terminal("top", "jobs", "--interval", "0.1", **options)
-        before = terminal.modes()
-        terminal.read_until("pending")
-        return terminal, before
-
-    def test_it_is_redrawn_in_place(self):
-        """Changes by others appear, with running jobs and net rates."""
-        terminal, _ = self.start(NO_COLOR="1")
-        queue = self.queue()
-        job = queue.get()
-        terminal.type("x")  # no key of top
-        shown = terminal.read_until(job.id)
-        self.assertIn("\x1b[H", shown)
-        self.assertNotIn("\x1b[2J", shown)
-        queue.put_many(range(100))
-        terminal.read_until("102 ")
-        terminal.type("q")
-        self.assertEqual(terminal.end()[1], 0)
-
-    def test_leaving_gives_the_terminal_back(self):
-        """By q, Ctrl-C or SIGTERM: its modes are as before, the status 0."""
-        for leave in (
-            lambda terminal: terminal.type("q"),
-            lambda terminal: terminal.type("\x03"),
-            lambda terminal: os.kill(terminal.pid, signal.SIGTERM),
-        ):
-            terminal, before = self.start()
-            self.assertNotEqual(terminal.modes(), before)
-            leave(terminal)
-            terminal.read_until("\x1b[?25h\x1b[?1049l")
-            self.assertEqual(terminal.modes(), before)
-            self.assertEqual(terminal.end()[1], 0)
-
-    def test_an_error_restores_the_terminal(self):
-        """If the queue breaks under it, the terminal is as it was."""
-        terminal, before = self.start()
-        shutil.rmtree(self.path)
-        with open(self.path, "w"):
-            pass
-        terminal.read_until("\x1b[?1049l")
-        terminal.read_until("tiny_queue: ")
-        self.assertEqual(terminal.modes(), before)
-        self.assertEqual(terminal.end()[1], 1)
-
-    def test_a_small_terminal_is_not_overrun(self):
-        """No more lines than rows; the terminal cuts what is too long."""
-        terminal, _ = self.start(columns=30, rows=5, NO_COLOR="1")
-        terminal.read_until("\x1b[H")
-        frame = terminal.read_until("\x1b[J")
-        self.assertEqual(frame.count("\n"), 4)
-        terminal.type("q")
-        self.assertIn("\x1b[?7h", terminal.end()[0])
-
-    def test_what_is_no_terminal_gets_stats_once(self):
-        """Piped, as on a terminal that cannot be redrawn, top is stats."""
-        self.queue().put_many(range(3))
-        self.assertEqual(self.answer("top", "jobs")["pending"], 3)
-        shown, status = self.terminal("top", "jobs", TERM="dumb").end()
-        self.assertEqual((shown.count("3 (0 delayed)\n"), status), (1, 0))
-
-    def watch(self, *steps):
+    def watch(self, *steps, **env):
         """Each step is done in the place of top's sleep, then comes Ctrl-C;
-        return the lines that were shown before each."""
+        return the frames that were shown before each."""
+        self.queue().put_many(range(3))
         steps = iter([*steps, lambda: signal.raise_signal(signal.SIGINT)])
 
         def sleep(seconds):  # other threads sleep, too
             return next(steps)() if seconds == 7.0 else time.sleep(seconds)
 
-        before = signal.getsignal(signal.SIGTERM)
-        with mock.patch.dict(os.environ, TERM="xterm", NO_COLOR="1"):
-            with contextlib.redirect_stdout(Screen()) as shown:
+        with patched("time", sleep=sleep), contextlib.redirect_stdout(Screen()) as out:
+            with mock.patch.dict(os.environ, {"TERM": "xterm", "NO_COLOR": "1", **env}):
                 with mock.patch.object(sys, "stdin", io.StringIO()):
-                    with patched("time", sleep=sleep):
-                        words = ["top", self.path, "--interval=7"]
-                        self.assertEqual(tq.main(words), 0)
-        self.assertIs(signal.getsignal(signal.SIGTERM), before)
-        self.assertTrue(shown.getvalue().endswith("\x1b[?25h\x1b[?1049l"))
+                    self.assertEqual(tq.main(["top", self.path, "--interval=7"]), 0)
+        self.assertTrue(out.getvalue().startswith("\x1b[?1049h\x1b[?25l\x1b[?7l"))
+        self.assertTrue(out.getvalue().endswith("\x1b[?7h\x1b[?25h\x1b[?1049l"))
         return [
-            frame.replace("\x1b[K", "").splitlines()
-            for frame in shown.getvalue().split("\x1b[H")[1:]
+            frame.partition("\x1b[J")[0].replace("\x1b[K", "").splitlines()
+            for frame in out.getvalue().split("\x1b[H")[1:]
         ]
 
+    def test_it_is_redrawn_in_place(self):
+        """Changes by others appear, with running jobs; it needs no keyboard."""
+        queue, before = self.queue(), signal.getsignal(signal.SIGTERM)
+        first, second = self.watch(lambda: self.assertTrue(queue.get()))
+        self.assertIn("pending                 3           -", first)
+        self.assertRegex(" ".join(second), r"pending +2 .* inflight +1 .* RUNNING +TRY")
+        (job,) = queue.jobs("inflight")
+        self.assertRegex(second[-1], rf"^{job.id}  1 .* \d+\.\d s$")
+        self.assertIs(signal.getsignal(signal.SIGTERM), before)
+
+    def test_a_small_terminal_is_not_overrun(self):
+        """No more lines than rows; the terminal cuts what is too long."""
+        ((*lines,),) = self.watch(COLUMNS="30", LINES="5")
+        self.assertEqual(len(lines), 4)
+
     def test_rates_are_of_the_last_ten_seconds(self):
-        """What changed before them does not count; it needs no keyboard."""
+        """What changed before them does not count."""
         clock, queue = Clock(), self.queue()
-        queue.cancel(queue.put(1).id)
         with mock.patch.object(tq, "time", Patched(time, monotonic=clock.monotonic)):
             frames = self.watch(
                 lambda: clock.jump(mono=9),
                 lambda: (queue.put_many([1] * 90), clock.jump(mono=9)),
             )
-        rates = [frame[3].split() for frame in frames]
-        self.assertEqual(rates[0], ["pending", "0", "-"])
-        self.assertEqual(float(rates[1][2]), 0.0)
-        self.assertAlmostEqual(float(rates[2][2]), 10.0, delta=0.5)
+        rates = [frame[3].split()[2] for frame in frames]
+        self.assertEqual(rates[:2], ["-", "+0.0"])
+        self.assertAlmostEqual(float(rates[2]), 10.0, delta=0.5)
+
+    def test_however_it_ends_the_terminal_is_given_back(self):
+        """By q, Ctrl-C, SIGTERM or an error: its modes are as before."""
+
+        def break_the_queue(terminal):
+            shutil.rmtree(self.path)
+            pathlib.Path(self.path).touch()
+
+        for leave, status in (
+            (lambda terminal: terminal.type("q"), 0),
+            (lambda terminal: terminal.type("\x03"), 0),
+            (lambda terminal: os.kill(terminal.pid, signal.SIGTERM), 0),
+            (break_the_queue, 1),
+        ):
+            self.queue().put(1)
+            terminal = self.terminal("top", "jobs", "--interval", "0.1")
+            before = terminal.modes()
+            terminal.read_until("next due")
+            terminal.type("x")  # which means nothing
+            for _ in range(2):
+                terminal.read_until("next due")
+            self.assertNotEqual(terminal.modes(), before)
+            leave(terminal)
+            terminal.read_until("\x1b[?25h\x1b[?1049l")
+            self.assertEqual(terminal.modes(), before)
+            said, got = terminal.end()
+            self.assertEqual((got, "tiny_queue: " in said), (status, bool(status)))
+
+    def test_what_is_no_terminal_gets_stats_once(self):
+        """Piped, as on a terminal that cannot be redrawn, top is stats."""
+        self.queue().put_many(range(3))
+        self.assertEqual(self.answer("top", "jobs")["pending"], 3)
+        shown, _ = self.shown("top", "jobs", TERM="dumb")
+        self.assertEqual(shown.count("3 (0 delayed)\n"), 1)
 
 
 class StreamsTest(CommandLineCase):

@@ -9135,7 +9135,8 @@ def _cmd_top(args: argparse.Namespace, out: _Out) -> int:
             if not keys:
                 time.sleep(interval)
             elif select.select(keys, [], [], interval)[0]:
-                if os.read(keys[0], 64)[:1] in (b"q", b"Q", b""):  # or it was closed
+                typed = os.read(keys[0], 64).lower()
+                if b"q" in typed or not typed:  # the terminal is gone
                     break
     return _OK
 
