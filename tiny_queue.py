@@ -2817,7 +2817,6 @@ _OWN = re.compile(
     r'(?="created_at":[\d.e+-]+,)'
 )
 _FRESH = b'","rev":1,"attempts":0,"priority":0,"run_at":0,"'
-_OPEN = re.compile(rb',"crc":"\+[0-9a-f]{8}"\}\n')
 _BOM = b"\xef\xbb\xbf"
 _BLANKS = b" \t\r\n"
 _KNOWN = frozenset(
@@ -2978,13 +2977,13 @@ def _finite(text: str) -> float:
 
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 # Several times the speed of loads() on short lines.
-_scan = _decoder.scan_once  # type: ignore[attr-defined]
+_scan: Any = json.JSONDecoder(parse_constant=_refuse_constant).scan_once  # type: ignore[attr-defined]
 
 
 def _read_record(line: bytes) -> _Record:
     """Decode a line that the index holds for sound, or raise _StaleError."""
     try:
-        return _any_record(line)
+        return _own_record(line) or _any_record(line)
     except _DamagedError as exc:
         raise _StaleError from exc
 
@@ -3011,10 +3010,11 @@ def _own_record(line: bytes) -> _Record | None:
         if _shallow(text, _MAX_DEPTH + 1):
             raise  # the caller's own stack is nearly full
         return None
-    key, rev = head[1].encode(), int(head[2])
-    if end < len(text) or "payload" not in fields or _key(fields["id"]) != key:
+    id, rev = head[1], int(head[2])
+    whole = end == len(text) and "payload" in fields and rev <= _MAX_REV
+    if not whole or _quote(fields["id"])[1:-1] != id:
         return None
-    return _Record(key, rev, fields, text[head.end() : -1]) if rev <= _MAX_REV else None
+    return _Record(id.encode(), rev, fields, text[head.end() : -1])
 
 
 def _any_record(line: bytes) -> _Record:
@@ -3134,6 +3134,19 @@ _MASK = 2**32 - 1
 _REV_MASK = 2**29 - 1
 
 
+def _pack(place: int, length: int, rev: int, state: int) -> int:
+    return place << 64 | length << 32 | rev << 3 | state
+
+
+def _unpack(entry: int) -> tuple[int, int, int, int]:
+    """Place, length, rev, state."""
+    return entry >> 64, entry >> 32 & _MASK, entry >> 3 & _REV_MASK, entry & 7
+
+
+def _rev_of(entry: int) -> int:
+    return entry >> 3 & _REV_MASK
+
+
 class _Order:
     """The pending jobs of one priority, by place in the file.
 
@@ -3151,7 +3164,7 @@ class _Order:
         self.head = 0
 
     def __bool__(self) -> bool:
-        return self.has_undelayed() or bool(self.late)
+        return self.head < len(self.places) or bool(self.late)
 
     def has_undelayed(self) -> bool:
         return self.head < len(self.places)
@@ -3226,7 +3239,7 @@ class _Index:
 
     def next_rev(self, key: bytes) -> int:
         """A rev never used before (I3)."""
-        rev = self.entries.get(key, 0) >> 3 & _REV_MASK
+        rev = _rev_of(self.entries.get(key, 0))
         return max(rev, self.burnt.get(key, 0)) + 1
 
     def burn(self, changes: Sequence[_Change]) -> None:
@@ -3317,25 +3330,23 @@ class _Index:
     ) -> None:
         """The highest rev wins; of equal ones the greater state, then the
         earlier line (I3)."""
-        low = rev << 3 | state
         old = self.entries.get(key)
         if old is not None:
-            was = old & _MASK
-            if low | 1 <= was | 1:
+            old_place, old_length, old_rev, old_state = _unpack(old)
+            if rev < old_rev or (rev == old_rev and state | 1 <= old_state | 1):
                 return
-            state_was = was & 7
-            self.counts[state_was] -= 1
-            if state_was != _DONE:
-                self.live_of[_FILE_OF[state_was]] -= old >> 32 & _MASK
-            if state_was == _INFLIGHT:
+            self.counts[old_state] -= 1
+            if old_state != _DONE:
+                self.live_of[_FILE_OF[old_state]] -= old_length
+            if old_state == _INFLIGHT:
                 self.tokens.pop(key, None)
                 self.leases.pop(key, None)
-            elif state_was == _PENDING and state == _INFLIGHT:
+            elif old_state == _PENDING and state == _INFLIGHT:
                 order = self.orders.get(priority)
-                if order and order.peek() == old >> 64:
+                if order and order.peek() == old_place:
                     order.pop()  # taken by another process: no line to read
             self.due.pop(key, None)
-        self.entries[key] = place << 64 | length << 32 | low
+        self.entries[key] = _pack(place, length, rev, state)
         self.counts[state] += 1
         if state == _DONE:
             return
@@ -3367,14 +3378,12 @@ class _Index:
 
     def ripen(self, now: float) -> None:
         """Let delayed jobs that are due join the others by their place."""
-        while self.delayed and self.delayed[0][0] <= now:
-            if self._is_delayed(self.delayed[0]):
-                run_at, place, priority, key = self.delayed[0]
-                self._join(key, place, priority, run_at)
-                self.entries[key] -= _DELAYED - _PENDING
-                self.counts[_DELAYED] -= 1
-                self.counts[_PENDING] += 1
-            heapq.heappop(self.delayed)
+        while self.next_due() <= now:
+            run_at, place, priority, key = heapq.heappop(self.delayed)
+            self._join(key, place, priority, run_at)
+            self.entries[key] -= _DELAYED - _PENDING
+            self.counts[_DELAYED] -= 1
+            self.counts[_PENDING] += 1
 
     def _join(self, key: bytes, place: int, priority: int, run_at: float) -> None:
         order = self._order(priority)
@@ -3385,8 +3394,9 @@ class _Index:
             order.places.append(place)
 
     def _is_delayed(self, item: tuple[float, int, int, bytes]) -> bool:
-        entry = self.entries.get(item[3], _DONE)
-        return entry & 7 == _DELAYED and entry >> 64 == item[1]
+        _, seen, _, key = item
+        place, _, _, state = _unpack(self.entries.get(key, _DONE))
+        return state == _DELAYED and place == seen
 
     def next_due(self) -> float:
         """When the next delayed job is due, or infinity."""
@@ -3398,10 +3408,9 @@ class _Index:
         """Entries of a file's live records with their keys, by place."""
         if not self.live_of[file]:
             return []
+        states = {state for state, at in enumerate(_FILE_OF) if at == file} - {_DONE}
         return sorted(
-            (entry, key)
-            for key, entry in self.entries.items()
-            if entry & 7 != _DONE and _FILE_OF[entry & 7] == file
+            (entry, key) for key, entry in self.entries.items() if entry & 7 in states
         )
 
     # Compaction
@@ -3418,13 +3427,13 @@ class _Index:
         self._new: list[int] = []  # their entries in the file that is written
         place = 0
         for group in _adjacent([entry for entry, _ in self._live]):
-            start, end = group[0] >> 64, group[-1]
-            block = read(start, (end >> 64) + (end >> 32 & _MASK) - start)
+            start, last = group[0] >> 64, group[-1]
+            block = read(start, sum(_unpack(last)[:2]) - start)
             if b'"crc":"+' in block or b'"lines":' in block or block[:3] == _BOM:
                 lines = [_plain(line + b"\n") for line in block[:-1].split(b"\n")]
                 block, at = b"".join(lines), place
                 for entry, line in zip(group, lines):
-                    self._new.append(at << 64 | len(line) << 32 | entry & _MASK)
+                    self._new.append(_pack(at, len(line), *_unpack(entry)[2:]))
                     at += len(line)
             else:
                 shift = place - start << 64
@@ -3458,9 +3467,8 @@ class _Index:
 
     def drop_done(self) -> None:
         """Forget finished jobs: no file has a line of theirs any more."""
-        self.entries = {
-            key: entry for key, entry in self.entries.items() if entry & 7 != _DONE
-        }
+        live = [item for item in self.entries.items() if item[1] & 7 != _DONE]
+        self.entries = dict(live)
         self.counts[_DONE] = 0
         self.burnt.clear()
 
@@ -3468,7 +3476,7 @@ class _Index:
 def _adjacent(entries: list[int]) -> Iterator[list[int]]:
     """Group lines that stand side by side, up to 1 MiB or one line."""
     places = [entry >> 64 for entry in entries]
-    ends = [(entry >> 64) + (entry >> 32 & _MASK) for entry in entries]
+    ends = [place + (entry >> 32 & _MASK) for place, entry in zip(places, entries)]
     gaps = map(operator.ne, ends, places[1:])
     first = 0
     for last in [*(i for i, gap in enumerate(gaps, 1) if gap), len(entries)]:
@@ -3482,12 +3490,10 @@ def _adjacent(entries: list[int]) -> Iterator[list[int]]:
 # -----------------------------------------------------------------------------
 
 _CHUNK = _MIB
-_OPEN_SAFELY = (
-    getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_BINARY", 0)
-    | getattr(os, "O_NOINHERIT", 0)
+_APPEND = os.O_RDWR | os.O_APPEND
+_OPEN_SAFELY = sum(
+    getattr(os, flag, 0)
+    for flag in "O_NOFOLLOW O_NONBLOCK O_CLOEXEC O_BINARY O_NOINHERIT".split()
 )
 _WINDOWS = os.name == "nt"
 _FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
@@ -3571,16 +3577,18 @@ if hasattr(os, "register_at_fork"):
     )
 
 
+_ident: Callable[[Any], tuple[int, int]] = operator.attrgetter("st_dev", "st_ino")
+
+
 class _Inode:
     """An open data file, and which of its writes are known to be on disk."""
 
-    def __init__(self, file: _Fd, path: str, checked: bool = False) -> None:
-        info = os.fstat(file.fd)
-        self.file = file
+    def __init__(self, path: str, flags: int) -> None:
+        self.file = _open_file(path, flags)
         self.path = path
-        self.ident = (info.st_dev, info.st_ino)
-        self.checked = checked  # whether the last write's lines were counted
-        self.unended = -1  # where a newline is imagined that may not be written
+        self.ident = _ident(os.fstat(self.file.fd))
+        self.checked = False  # whether the last write's lines were counted
+        self.unended = -1  # where a newline is missing that may not be written
         self.named = False  # whether the name is durable
         self.cond = threading.Condition()
         self.issued = self.synced = 0  # numbers of tickets
@@ -3588,53 +3596,55 @@ class _Inode:
         self.leader = 0  # the thread that syncs for all
         self.failed = False
 
-    def open(self) -> None:
-        """Open anew what Windows made us close (see _Store.let_go)."""
-        self.file = self._again()
+    @property
+    def fd(self) -> int:
+        """Opened anew where Windows made us close it (see _Store.let_go)."""
+        if self.file.fd < 0:
+            self.file = self._again()
+        return self.file.fd
 
     def _again(self) -> _Fd:
-        file = _open_file(self.path, os.O_RDWR | os.O_APPEND)
-        info = os.fstat(file.fd)
-        if (info.st_dev, info.st_ino) != self.ident:
+        file = _open_file(self.path, _APPEND)
+        if _ident(os.fstat(file.fd)) != self.ident:
             raise _StaleError
         return file
+
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
 
     def sync(self) -> None:
         """Without the lock; so on Windows not by the descriptor that whoever
         holds the lock closes, and none is left open."""
-        if not _WINDOWS:
-            _sync(self.file.fd)
-            return
         try:
-            file = self._again()
+            file = self._again() if _WINDOWS else self.file
             _sync(file.fd)
         except _StaleError:
             pass  # replaced by a compaction, which syncs what it drops or copies
 
     def read(self, place: int, length: int) -> bytes:
         """Exactly these bytes, or _StaleError."""
-        if self.file.fd < 0:
-            self.open()
-        block = _pread(self.file.fd, length, place)
+        block = self._some(place, length)
         while len(block) < length:
-            end = place + len(block)
-            more = _pread(self.file.fd, length - len(block), end)
-            if not more and end != self.unended:
+            more = self._some(place + len(block), length - len(block))
+            if not more:
                 raise _StaleError
-            block += more or b"\n"
+            block += more
         return block
+
+    def _some(self, place: int, length: int) -> bytes:
+        block = _pread(self.fd, length, place)
+        missing = len(block) < length and place + len(block) == self.unended
+        return block + b"\n" if missing else block
 
     def line(self, place: int) -> bytes:
         """The line at a place, without its newline."""
         size = 1024
         while True:
-            block = _pread(self.file.fd, size, place)
+            block = self._some(place, size)
             end = block.find(b"\n")
             if end >= 0:
                 return block[:end]
             if len(block) < size:
-                if place + len(block) == self.unended:
-                    return block
                 raise _StaleError
             size *= 8
 
@@ -3652,14 +3662,16 @@ class _Inode:
 
     def all_lines(self, size: int) -> Iterator[bytes]:
         """Every line with its newline; the last may lack it."""
-        rest = b""
+        begun: list[bytes] = []  # parts of a line, joined once
         for place in range(0, size, _CHUNK):
-            block = rest + self.read(place, min(_CHUNK, size - place))
-            *lines, rest = block.split(b"\n")
-            for line in lines:
-                yield line + b"\n"
-        if rest:
-            yield rest
+            block = self.read(place, min(_CHUNK, size - place))
+            first, *others = block.split(b"\n")
+            begun.append(first)
+            for line in others:
+                yield b"".join(begun) + b"\n"
+                begun = [line]
+        if any(begun):
+            yield b"".join(begun)
 
     def lines_back(self, size: int) -> Iterator[tuple[int, bytes]]:
         """Every line and its place, from the end of the file backwards."""
@@ -3692,15 +3704,11 @@ class _Inode:
             whole = self.checked or self._is_complete(place, last)
         if whole:
             return size, 0 if ended else len(last)
-        return self.write_start(place), 0
-
-    def write_start(self, place: int) -> int:
-        """Where the write begins that the line at a place is the last of."""
-        for earlier, line in self.lines_back(place):
+        for earlier, line in self.lines_back(place):  # of the same write
             if _is_closed(line):
                 break
             place = earlier
-        return place
+        return place, 0
 
     def _is_complete(self, place: int, last: bytes) -> bool:
         """Whether all lines that a closing line counts stand before it; a
@@ -3708,29 +3716,12 @@ class _Inode:
         top = _TOP.match(last)
         if not top or not top[5] or _body(last.rstrip(b"\n")) is None:
             return True  # not of a put_many, or edited by hand
-        missing, place = self._skip_open(place, int(top[6]) - 1)
-        for _, line in self.lines_back(place) if missing else ():
-            if b"\0" in line or _is_closed(line):
-                return False
+        missing = int(top[6]) - 1
+        for _, line in self.lines_back(place):
+            if not missing or b"\0" in line or _is_closed(line):
+                break
             missing -= 1
-            if not missing:
-                break
         return not missing
-
-    def _skip_open(self, end: int, missing: int) -> tuple[int, int]:
-        """Step back over whole chunks of unclosed lines: a large put_many is
-        checked at the speed of a search, not line by line."""
-        while missing and end > _CHUNK:
-            block = self.read(end - _CHUNK, _CHUNK)
-            block = block[block.find(b"\n") + 1 :]
-            count = block.count(b"\n")
-            if count > missing or len(_OPEN.findall(block)) != count or b"\0" in block:
-                break
-            if not count:
-                break
-            missing -= count
-            end -= len(block)
-        return missing, end
 
 
 class _Data:
@@ -3805,22 +3796,17 @@ class _Store:
         The path must still name the file held open (I8), and its tail must
         be decided (I7).
         """
-        inode = data.inode
+        inode, replaced = data.inode, False
         try:
             info = os.lstat(data.path)
         except FileNotFoundError:
             info = None
-        replaced = False
-        if info is None or inode is None or (info.st_dev, info.st_ino) != inode.ident:
-            had = inode is not None
-            data.inode, data.size, data.decided = None, 0, 0
-            inode = self._open(data)
-            if inode is None:
-                return had
-            replaced = True  # an index of whatever was open before is void
-            info = os.fstat(inode.file.fd)
-        elif inode.file.fd < 0:
-            inode.open()
+        if info is None or inode is None or _ident(info) != inode.ident:
+            data.inode, data.size, data.decided = self._open(data), 0, 0
+            if data.inode is None:
+                return inode is not None
+            inode, replaced = data.inode, True  # what was read before is void
+            info = os.fstat(inode.fd)
         data.size = info.st_size
         if data.size != data.decided or not inode.checked:
             replaced = self._decide_tail(data, inode) or replaced
@@ -3829,20 +3815,16 @@ class _Store:
     def _open(self, data: _Data) -> _Inode | None:
         """Open a data file, made if need be; None if only looking at none."""
         if not self.readonly:
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             try:
-                data.inode = _Inode(_open_file(data.path, flags), data.path)
-                return data.inode
+                return _Inode(data.path, _APPEND | os.O_CREAT)
             except OSError as exc:
                 if exc.errno not in _NO_WRITE or not self._inspecting:
                     raise
                 self.readonly = True
         try:
-            file = _open_file(data.path, os.O_RDONLY)
+            return _Inode(data.path, os.O_RDONLY)
         except FileNotFoundError:
             return None
-        data.inode = _Inode(file, data.path)
-        return data.inode
 
     def let_go(self) -> None:
         """Close the data files before the lock is released: on Windows an
@@ -3870,30 +3852,26 @@ class _Store:
             self.append(data, b"\n", spare=True)
         elif good < size:
             self._keep(inode.read(good, size - good))
-            os.ftruncate(inode.file.fd, good)
+            os.ftruncate(inode.fd, good)
             data.size = good
         inode.checked = not self.readonly  # what is not cut is met again
         data.decided = data.size
         return good < size
 
-    def _cut_back(self, data: _Data) -> None:
-        """Undo a failed write; if that fails too, the tail rule will."""
-        data.decided = -1
-        try:
-            os.ftruncate(cast(_Inode, data.inode).file.fd, data.size)
-            data.decided = data.size
-        except OSError:
-            _log().warning("could not cut back a failed write to %s", data.path)
-
     # Writing
 
     def append(self, data: _Data, block: bytes, spare: bool) -> None:
         """Append a block whole, or leave the file as it was and raise (I5)."""
-        fd = cast(_Inode, data.inode).file.fd
+        fd = cast(_Inode, data.inode).fd
         try:
             _write(fd, block)
         except OSError as exc:
-            self._cut_back(data)
+            data.decided = -1  # if cutting back fails too, the tail rule does it
+            try:
+                os.ftruncate(fd, data.size)
+                data.decided = data.size
+            except OSError:
+                spare = False
             if not spare or exc.errno not in _FULL or not self._lock.spend_ballast():
                 exc.filename = exc.filename or data.path
                 raise
@@ -3911,17 +3889,15 @@ class _Store:
         old = cast(_Inode, data.inode)
         _unlink(data.temp)
         try:
-            file = _open_file(
-                data.temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
-            )
-            inode = _Inode(file, data.path, checked=True)
-            _keep_mode(file.fd, old.file.fd)
+            inode = _Inode(data.temp, _APPEND | os.O_CREAT | os.O_EXCL)
+            inode.path, inode.checked = data.path, True
+            _keep_mode(inode.fd, old.fd)
             size, block = 0, b""
             for block in blocks:
-                _write(file.fd, block)
+                _write(inode.fd, block)
                 size += len(block)
             if size:
-                _sync(file.fd)
+                _sync(inode.fd)
             _swap(data, old, inode)
         except BaseException:
             _unlink(data.temp)
@@ -3932,24 +3908,19 @@ class _Store:
     # Damage
 
     def keep_damage(self, damage: Sequence[tuple[int, int, int]]) -> None:
-        self._keep(
-            b"\n".join(
-                self.files[file].bytes_at(place, length)
-                for file, place, length in damage
-            )
-        )
+        lines = [self.files[file].bytes_at(*span) for file, *span in damage]
+        self._keep(b"\n".join(lines))
 
     def _keep(self, raw: bytes) -> None:
         """Append damaged bytes to NAME.damaged, durably."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         kept = _Data(-1, self.damaged)
-        kept.inode = _Inode(_open_file(self.damaged, flags), self.damaged)
-        kept.size = os.fstat(kept.inode.file.fd).st_size
+        kept.inode = _Inode(self.damaged, _APPEND | os.O_CREAT)
+        kept.size = kept.inode.size()
         if self._kept_in_doubt:  # as for the data files (I9)
             self.rewrite(kept, kept.inode.all_lines(kept.size))
         self._kept_in_doubt = True
         self.append(kept, raw if raw.endswith(b"\n") else raw + b"\n", spare=True)
-        _sync(kept.inode.file.fd)
+        _sync(kept.inode.fd)
         self.sync_directory()
         self._kept_in_doubt = False
 
@@ -3958,7 +3929,7 @@ class _Store:
         try:
             size = os.lstat(self.damaged).st_size
             if size != self._damage_seen[0]:
-                inode = _Inode(_open_file(self.damaged, os.O_RDONLY), self.damaged)
+                inode = _Inode(self.damaged, os.O_RDONLY)
                 self._damage_seen = size, sum(1 for _ in inode.all_lines(size))
         except FileNotFoundError:
             return 0
@@ -4090,11 +4061,10 @@ class _Store:
         found = []
         for path in [data.path for data in self.files] + [self.damaged]:
             try:
-                inode = _Inode(_open_file(path, os.O_RDONLY), path)
+                inode = _Inode(path, os.O_RDONLY)
             except FileNotFoundError:
                 continue
-            size = os.fstat(inode.file.fd).st_size
-            found.append((os.path.basename(path), inode, size))
+            found.append((os.path.basename(path), inode, inode.size()))
         return found
 
 
@@ -4132,10 +4102,7 @@ def _sync(fd: int) -> None:
 
 def _sync_path(path: str) -> None:
     directory = _Fd(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        os.fsync(directory.fd)
-    finally:
-        directory.close()
+    os.fsync(directory.fd)
 
 
 def _sync_ancestors(path: str) -> None:
@@ -4152,33 +4119,21 @@ def _sync_ancestors(path: str) -> None:
             return  # one that we may not read is not ours to make
 
 
-def _replace(source: str, target: str) -> None:
-    """os.replace; Windows refuses for as long as somebody has a file open."""
+def _swap(data: _Data, old: _Inode, new: _Inode) -> None:
+    """Put a temp file in the place of the old file; Windows refuses for as
+    long as anybody, ourselves included, has either open."""
+    if _WINDOWS:
+        old.file.close()
+        new.file.close()
     pauses = [0.1, 0.05, 0.01, 0.001]
     while True:
         try:
-            os.replace(source, target)
+            os.replace(data.temp, data.path)
             return
         except PermissionError:
             if not pauses:
                 raise
         time.sleep(pauses.pop())
-
-
-def _swap(data: _Data, old: _Inode, new: _Inode) -> None:
-    """Put a temp file in the place of the old file; on Windows both are closed
-    for that, and what is there then is open again: more may follow."""
-    if not _WINDOWS:
-        _replace(data.temp, data.path)
-        return
-    old.file.close()
-    new.file.close()
-    try:
-        _replace(data.temp, data.path)
-    except OSError:
-        old.open()
-        raise
-    new.open()
 
 
 def _unlink(path: str) -> None:
@@ -4272,11 +4227,10 @@ class _FileLock:
                 self._flock(file.fd)
             try:
                 info = os.lstat(self.path)
+                if _ident(info) == self.ident:
+                    break
             except FileNotFoundError:
-                self._file = None
-                continue
-            if (info.st_dev, info.st_ino) == self.ident:
-                break
+                pass
             self._file = None  # unlinked or replaced: its lock excludes nobody
         else:
             return
@@ -4303,37 +4257,23 @@ class _FileLock:
     def _open(self, write: bool) -> None:
         self.readonly = False
         self._file = self.ident = None
-        flags = os.O_RDWR | os.O_APPEND
         try:
-            file = _open_file(self.path, flags | (os.O_CREAT if write else 0))
+            file = _open_file(self.path, _APPEND | (os.O_CREAT if write else 0))
         except FileNotFoundError:
             if not write:
                 self.readonly = True
                 return
-            self._make_directory()
-            file = _open_file(self.path, flags | os.O_CREAT)
+            # The first acknowledgement makes the way to it durable, whoever
+            # made it (sync_directory).
+            os.makedirs(os.path.dirname(self.path), 0o700, exist_ok=True)
+            file = _open_file(self.path, _APPEND | os.O_CREAT)
         except OSError as exc:
             if write or exc.errno not in _NO_WRITE:
                 raise
             file = _open_file(self.path, os.O_RDONLY)
             self.readonly = True
-        info = os.fstat(file.fd)
-        self.ident = (info.st_dev, info.st_ino)
+        self.ident = _ident(os.fstat(file.fd))
         self._file = file
-
-    def _make_directory(self) -> None:
-        """Make the queue's directory, mode 0700.  The first acknowledgement
-        makes the way to it durable, whoever made it (sync_directory)."""
-        missing = []
-        path = os.path.dirname(self.path)
-        while not os.path.isdir(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        for path in reversed(missing):
-            try:
-                os.mkdir(path, 0o700 if path == missing[0] else 0o777)
-            except FileExistsError:
-                pass  # another process starts at the same moment
 
     def _flock(self, fd: int) -> None:
         """Take the flock; say so where there is none."""
@@ -4508,12 +4448,8 @@ class _Watch:
     def wait(self, news: int, data: _Data, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         with self._cond:
-            while self._asking and self.news == news:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return
-                self._cond.wait(left)
-            if self.news != news:
+            self._cond.wait_for(lambda: not self._asking or self.news != news, seconds)
+            if self._asking or self.news != news:
                 return
             self._asking = True
         heard = False
@@ -4532,18 +4468,16 @@ class _Watch:
         if inode is None:
             time.sleep(min(max(seconds, 0.0), _POLL))
             return True
-        ear = self._ear
-        if ear is None:
-            ear = self._ear = _ear()
-        if self._ident != inode.ident:
-            try:
-                ear.arm(data.path, inode)
-            except OSError:  # no watches left
-                self._ear = _Ear()
-                self._ear.arm(data.path, inode)
-            self._ident = inode.ident
-            return True
-        return ear.wait(max(0.0, seconds))
+        ear = self._ear = self._ear or _ear()
+        if self._ident == inode.ident:
+            return ear.wait(max(0.0, seconds))
+        try:
+            ear.arm(data.path, inode)
+        except OSError:  # no watches left
+            self._ear = _Ear()
+            self._ear.arm(data.path, inode)
+        self._ident = inode.ident
+        return True
 
     def close(self) -> None:
         """Wake all; the descriptor closes when the last has left it."""
@@ -4577,7 +4511,7 @@ class _Ear:
             info = os.lstat(self._path)
         except OSError:
             return None
-        return info.st_dev, info.st_ino, info.st_size
+        return _ident(info), info.st_size
 
 
 class _Inotify(_Ear):
@@ -4626,15 +4560,12 @@ class _Kqueue(_Ear):
 
     def arm(self, path: str, inode: _Inode) -> None:
         select, self._inode = self._select, inode
+        kinds = "WRITE EXTEND ATTRIB DELETE RENAME".split()
         event = select.kevent(
-            inode.file.fd,
+            inode.fd,
             select.KQ_FILTER_VNODE,
             select.KQ_EV_ADD | select.KQ_EV_CLEAR,
-            select.KQ_NOTE_WRITE
-            | select.KQ_NOTE_EXTEND
-            | select.KQ_NOTE_ATTRIB
-            | select.KQ_NOTE_DELETE
-            | select.KQ_NOTE_RENAME,
+            sum(getattr(select, f"KQ_NOTE_{kind}") for kind in kinds),
         )
         self._kqueue.control([event], 0)
 
