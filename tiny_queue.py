@@ -8317,9 +8317,7 @@ _EVERYWHERE = """\
     -n --name NAME=default  the queue's name (default: default)
     --json                  answer in JSON on a terminal too
 """
-_OPTION = re.compile(
-    r"(?m)^ +((?:-\w )?--[a-z-]+)(?: ([A-Z]+)(?:=(\S+))?)?(?:  +(.+))?$"
-)
+_OPTION = r"(?m)^ +((?:-\w )?--[a-z-]+)(?: ([A-Z]+)(?:=(\S+))?)?(?:  +(.+))?$"
 _COMMANDS = {block.split()[0]: block for block in _MANUAL.split("\n\n")}
 
 
@@ -8404,7 +8402,8 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=globals()[f"_cmd_{name}"], wanted=wanted)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    for flags, kind, value, help in _OPTION.findall(_EVERYWHERE + _COMMANDS[name]):
+    rows = re.findall(_OPTION, _EVERYWHERE + _COMMANDS[name])
+    for flags, kind, value, help in rows:
         settings: dict[str, Any] = {"action": "store_true"}
         if kind:
             settings = {"type": _KINDS.get(kind), "metavar": kind}
