@@ -10586,18 +10586,13 @@ RAW = re.compile(
 class Terminal:
     """A command on a pseudo-terminal that is its controlling one."""
 
-    def __init__(self, command, cwd, env, columns=100, rows=30):
-        import fcntl
+    def __init__(self, command, cwd, env):
         import pty
-        import struct
-        import termios
 
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             try:
                 os.chdir(cwd)
-                size = struct.pack("HHHH", rows, columns, 0, 0)
-                fcntl.ioctl(0, termios.TIOCSWINSZ, size)
                 os.execve(command[0], command, env)
             finally:
                 os._exit(127)
@@ -10665,9 +10660,9 @@ class CommandLineCase(Limited):
 
     def command(self, *args, status=0, stdin="", **env):
         """Run a command, check its exit status, return (stdout, stderr)."""
-        args = self.located(args)
         if not self.REAL:
             return self.inside(*args, status=status, typed=stdin, **env)
+        args = self.located(args)
         ran = subprocess.run(
             [*CLI, *args], input=stdin, capture_output=True, cwd=self.folder,
             env={**self.env, **env}, encoding="utf-8", timeout=60,
@@ -10684,16 +10679,15 @@ class CommandLineCase(Limited):
 
     def inside(self, *args, status=0, kind=io.StringIO, typed="", **env):
         """Call main() in this process; return what it wrote."""
-        out, err = kind(), kind()
+        out, err, args = kind(), kind(), self.located(args)
         env = {"TINY_QUEUE_DIR": "", "COLUMNS": "200", "TERM": "", **env}
         with contextlib.ExitStack() as stack:
             stack.callback(os.chdir, os.getcwd())
             os.chdir(self.folder)
-            stdin = kind(typed)
-            if kind is io.StringIO:  # put - reads from a descriptor
-                stdin = stack.enter_context(tempfile.TemporaryFile("w+"))
-                stdin.write(typed)
-                stdin.seek(0)
+            file = stack.enter_context(tempfile.TemporaryFile("w+"))
+            file.write(typed)
+            file.seek(0)
+            stdin = mock.Mock(wraps=file, isatty=out.isatty)
             stack.enter_context(mock.patch.dict(os.environ, env))
             stack.enter_context(mock.patch.object(sys, "stdin", stdin))
             stack.enter_context(contextlib.redirect_stdout(out))
@@ -10731,18 +10725,12 @@ class CommandLineCase(Limited):
             for one, job in zip(wants, found):
                 self.assertEqual({key: job[key] for key in one}, one, line)
 
-    def terminal(self, *args, columns=100, rows=30, **env):
+    def terminal(self, *args, **env):
         command = [*CLI, *self.located(args)]
-        terminal = Terminal(command, self.folder, {**self.env, **env}, columns, rows)
+        terminal = Terminal(command, self.folder, {**self.env, **env})
         self.addCleanup(lambda: terminal.fd >= 0 and terminal.end())
-        self.addCleanup(self.kill, terminal.pid)
+        self.addCleanup(lambda: terminal.fd >= 0 and os.kill(terminal.pid, 9))
         return terminal
-
-    def kill(self, pid):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def queue(self, **options):
         queue = tq.Queue(self.path, **options)
@@ -10863,13 +10851,12 @@ class PutLinesTest(CommandLineCase):
     @of_files
     def test_progress_is_shown_on_a_terminal_only(self):
         """The progress line goes to a terminal's standard error."""
-        terminal = self.terminal("put", "jobs", "-", "--string")
-        terminal.type("hello\n")
-        terminal.read_until("1 jobs put")
-        terminal.type("\x04")
-        shown, status = terminal.end()
-        self.assertEqual(status, 0)
-        self.assertIn("put 1 job", shown)
+        for run, said in (
+            (self.shown, "\r\x1b[K2 jobs put\r\x1b[K"),
+            (self.inside, ""),
+        ):
+            _, err = run("put", "jobs", "-", "--string", typed="hello\n\n")
+            self.assertEqual(err, said)
 
 
 @every_engine
@@ -11410,8 +11397,7 @@ class TerminalTest(CommandLineCase):
         """Escapes are for a terminal without NO_COLOR that is not dumb; --json
         is JSON there, too."""
         self.bury("a")
-        text, status = self.terminal("ls", "jobs").end()
-        self.assertEqual((text.count("\x1b["), status), (4, 0))
+        self.assertEqual(self.shown("ls", "jobs", NO_COLOR="")[0].count("\x1b["), 4)
         self.assertNotIn("\x1b", self.shown("ls", "jobs")[0])
         self.assertNotIn("\x1b", self.shown("ls", "jobs", NO_COLOR="", TERM="dumb")[0])
         self.assertNotIn("\x1b", self.command("ls", "jobs")[0])
