@@ -11,7 +11,8 @@ Knobs, from the environment:
                   at and would take most of an hour, and 75,000 states (of 100,000)
                   after crashes in the recovery from a crash
     TQ_SEED=n     seed of whatever is random (default 1)
-    TQ_JOBS=n     processes to share work out to (default: the cores, at most 4)
+    TQ_JOBS=n     processes that share the tests with this one (default: the cores,
+                  at most 4)
     TINY_QUEUE_TEST_URLS=...
                   PostgreSQL servers to test on, by spaces; else a local one, else
                   one that is made for it and thrown away
@@ -52,7 +53,6 @@ import fcntl
 import functools
 import gc
 import hashlib
-import importlib
 import inspect
 import io
 import itertools
@@ -96,6 +96,7 @@ psycopg: Any = tq._optional("psycopg")
 DEEP = os.environ.get("TQ_DEEP", "") not in ("", "0")
 LIGHT = os.environ.get("TQ_LIGHT", "") not in ("", "0")
 SEED = int(os.environ.get("TQ_SEED", "1"))
+JOBS = int(os.environ.get("TQ_JOBS", "0")) or min(4, os.cpu_count() or 1)
 ROOT = os.path.dirname(os.path.abspath(__file__))
 STATES = ("pending", "inflight", "dead")
 EPOCH = 1.7e9  # when a simulated host starts
@@ -824,6 +825,8 @@ class Limited(unittest.TestCase):
     and ends, as nothing else is sure to end a test that hangs."""
 
     limit = 3600.0 if DEEP else 120.0  # seconds
+    parts = 1  # into how many equal ones it can be cut, to be run by several
+    cut = 0, 1  # which of how many is run
 
     def run(self, result=None):
         if self.limit:
@@ -13381,7 +13384,15 @@ class FaultCase(Limited):
         print(f"\n{cls.__name__}: {said} ({took:.1f} s)", file=sys.stderr)
 
     def share(self, check, cases):
-        self.counts.update(share_out(check, cases))
+        """Sum up what check(case) counts, for the cases of this part."""
+        part, parts = self.cut
+        for number, case in enumerate(list(cases)[part::parts]):
+            try:
+                self.counts.update(check(case) or {})
+            except Exception as exc:
+                raise AssertionError(f"{repr(case)[:1500]}: {exc!r}") from exc
+            if number % 200 == 199:
+                gc.collect()
 
 
 class CrashCase(FaultCase):
@@ -13909,70 +13920,66 @@ class FailingCallTests(FailureCase):
 
 
 class Mutant(NamedTuple):
-    """A weakened copy of the module: in one function of the file engine ("" is
-    anywhere in it) a text that stands there once is replaced.  The test or
-    class that kills it is tried first; when it does not, all that have to do
-    with it are."""
+    """A weakened copy of the module: in one function a text that stands there once
+    is replaced.  The test or class that kills it is tried first;
+    when it does not, all that have to do with it are."""
 
     what: str
     killer: str
-    function: str
+    function: str  # or Class.function
     old: str
     new: str
 
-    def place(self, source: str) -> int:
+    def place(self, source):
         """Where the text stands; a row that does not apply must not pass."""
-        spans = file_engine(source)[self.function]
         found = [
             start + match.start()
-            for start, end in spans
+            for start, end in functions_of(source)[self.function]
             for match in re.finditer(re.escape(self.old), source[start:end])
         ]
         if len(found) != 1:
-            name = self.function or "the file engine"
-            raise AssertionError(
-                f"{self.what}: {self.old!r} stands {len(found)} times in {name};"
-                " mend the row"
-            )
+            count, name = len(found), self.function or "the module"
+            what = f"{self.old!r} stands {count} times in {name}; mend the row"
+            raise AssertionError(f"{self.what}: {what}")
         return found[0]
 
-    def source(self, source: str) -> str:
+    def source(self, source):
         place = self.place(source)
         return source[:place] + self.new + source[place + len(self.old) :]
 
 
 @functools.cache
-def file_engine(source: str) -> dict[str, list[tuple[int, int]]]:
-    """Where the functions under the banner "File engine" begin and end, by name
-    and by Class.name; "" is all of it."""
-    start = source.index("\n# File engine\n# ===")
-    end = re.compile(r"\n# .*\n# =====").search(source, start + 1)
-    assert end, "no banner follows"
+def functions_of(source):
+    """Where the functions begin and end, by name and by Class.name; a name means
+    the file engine's function, if it has one, and "" all of that engine."""
+    first = source.index("\n# File engine\n# ===")
+    last = source.index("\n# ====", source.index("\n# ====", first) + 1)
     lines = [0, *(match.end() for match in re.finditer("\n", source))]
-    found = collections.defaultdict(list, {"": [(start, end.start())]})
+    found = collections.defaultdict(list, {"": [(first, last)]})
     for owner in ast.walk(ast.parse(source)):
         for node in ast.iter_child_nodes(owner):
             if isinstance(node, ast.FunctionDef):
-                span = lines[node.lineno - 1], lines[node.end_lineno or 0]
-                if start < span[0] < end.start():
-                    found[node.name].append(span)
-                    if isinstance(owner, ast.ClassDef):
-                        found[f"{owner.name}.{node.name}"].append(span)
+                span = lines[node.lineno - 1], lines[node.end_lineno]
+                found[node.name].append(span)
+                if isinstance(owner, ast.ClassDef):
+                    found[f"{owner.name}.{node.name}"].append(span)
+    for name, spans in found.items():
+        found[name] = [span for span in spans if first <= span[0] < last] or spans
     return found
 
 
 class PerThread(threading.local):
     """A lock of which every thread has its own, so that it excludes nobody."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lock = threading.RLock()
         self.acquire, self.release = self.lock.acquire, self.lock.release
-        self._is_owned = self.lock._is_owned  # type: ignore[attr-defined]
+        self._is_owned = self.lock._is_owned
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.acquire()
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *exc_info):
         self.release()
 
 
@@ -14345,132 +14352,78 @@ MUTANTS = [Mutant(*row) for row in [
 ]]
 # fmt: on
 
-MUTANT_LIMIT = 120.0  # seconds for one test; whoever hangs has failed it
-
-
-def crash_suite() -> Iterator[unittest.TestCase]:
-    """All tests that have to do with what is weakened, the quick ones first."""
-    load = unittest.TestLoader().loadTestsFromTestCase  # whatever -k says
-    for case in (
-        *(DurabilityTest, CompactionTest, FailedSyncTest, TailTest, DamageTest),
-        *(ReplacedFilesTest, ForeignFilesTest, FullDiskTest, PrimitivesTest),
-        *(LockTest, HolderTest, ThreadsTest, ModesTest, ReadOnlyTest),
-        *(DescriptorsTest, ReentranceTest, CloseTest, IdsTest, PutManyTest),
-        *(HandWrittenTest, FormatTest, LifeTest, FoundByBreakingTest, WindowsTest),
-        ProcessesTest,
-        *(NewDirectoryTests, ProcessDeathTests, PowerCutTests, RandomScriptTests),
-        *(FailingSyncTests, FailingCallTests, NestedCrashTests, ModelTest),
-        *(InterleavingTest, WreckedFilesTest, InterruptTest),
-    ):
-        yield from load(case)  # type: ignore[misc]
+# All tests that have to do with what is weakened, the quick ones first.
+CRASH_SUITE = (
+    "DurabilityTest CompactionTest FailedSyncTest TailTest DamageTest ReplacedFilesTest"
+    " ForeignFilesTest FullDiskTest PrimitivesTest LockTest HolderTest ThreadsTest"
+    " ModesTest ReadOnlyTest DescriptorsTest ReentranceTest CloseTest IdsTest"
+    " PutManyTest HandWrittenTest FormatTest LifeTest FoundByBreakingTest WindowsTest"
+    " ProcessesTest NewDirectoryTests ProcessDeathTests PowerCutTests"
+    " RandomScriptTests FailingSyncTests FailingCallTests NestedCrashTests ModelTest"
+    " InterleavingTest WreckedFilesTest InterruptTest"
+).split()
 
 
 class Trial:
-    """Runs tests on a source of the module, in a process of its own, up to the
-    first that fails."""
+    """Runs tests on a source of the module, in a directory and a process of its
+    own, up to the first that fails or hangs."""
 
-    def __init__(self, what: str, source: str, tests: Iterable[unittest.TestCase]):
+    def __init__(self, what, source, tests):
         self.what, self.began = what, time.monotonic()
-        self.said, self.at, self.verdict = b"", self.began, ""
-        self.pipe, other = os.pipe()
         self.folder = tempfile.mkdtemp()
         os.chmod(self.folder, 0o755)  # some tests become another user
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.setpgid(0, 0)
-                self.run(source, tests, other)
-            finally:
-                os._exit(0)
-        os.close(other)
+        pathlib.Path(self.folder, "tiny_queue.py").write_text(source, "utf-8")
+        os.symlink(os.path.abspath(__file__), f"{self.folder}/test_tiny_queue.py")
+        names = [f"test_tiny_queue.{name}" for name in tests]
+        self.output = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "unittest", "-f", "-v", *names],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self.output,
+            cwd=self.folder,
+            env={**os.environ, "TMPDIR": self.folder, "TQ_MUTANTS": ""},
+            start_new_session=True,
+        )
 
-    def run(self, source: str, tests: Iterable[unittest.TestCase], fd: int) -> None:
-        global tq, ROOT, JOBS, FAILURES
-        for number in (0, 1, 2):
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-        tempfile.tempdir, ROOT, JOBS, FAILURES = self.folder, self.folder, 1, 1
-        pathlib.Path(ROOT, "tiny_queue.py").write_text(source, "utf-8")
-        os.chdir(ROOT)
-        sys.path.insert(0, ROOT)
-        del sys.modules["tiny_queue"]
-        try:
-            tq = importlib.import_module("tiny_queue")
-        except Exception:
-            os.write(fd, b"broken\n")
-            return
-        for test in tests:
-            os.write(fd, f"{test.id()}\n".encode())
-            if not self.passes(test):
-                os.write(fd, b"failed\n")
-                return
-        os.write(fd, b"passed\n")
-
-    def passes(self, test: unittest.TestCase) -> bool:
-        result = unittest.TestResult()
-        result.failfast = True
-        CrashCase.rng.seed(SEED)
-        try:
-            unittest.TestSuite([test]).run(result)
-        except BaseException:  # such as the KeyboardInterrupt of a test
-            return False
-        return result.wasSuccessful()
-
-    def look(self) -> bool:
-        """Hear what it says; True when it has come to an end."""
-        now = time.monotonic()
-        if select.select([self.pipe], [], [], 0)[0]:
-            self.said, self.at = self.said + os.read(self.pipe, 65536), now
-        if self.said.endswith((b"failed\n", b"passed\n", b"broken\n")):
-            self.verdict = self.said.split()[-1].decode()
-        elif now - self.at > MUTANT_LIMIT:
-            self.verdict = "hung"
-        elif os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            self.verdict = "died"
-        if self.verdict:
-            self.end()
-        return bool(self.verdict)
-
-    def end(self) -> None:
-        self.took = time.monotonic() - self.began
+    def end(self):
+        """With all that its tests have started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # with all that its tests started
-        os.waitpid(self.pid, 0)
-        os.close(self.pipe)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.survived = self.process.wait() == 0
+        self.output.seek(0)
+        said = self.output.read().decode("utf-8", "replace")
+        self.output.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    @property
-    def survived(self) -> bool:
-        return self.verdict in ("passed", "broken")
-
-    def fate(self) -> str:
-        if self.survived:
-            return "SURVIVES" if self.verdict == "passed" else "IS NO PYTHON"
-        hung = ", hung" if self.verdict == "hung" else ""
-        return f"{self.last}{hung} ({self.took:.1f} s)"
-
-    @property
-    def last(self) -> str:
-        """The test that it came to."""
-        return self.said.decode().replace("failed\n", "").split()[-1].partition(".")[2]
+        begun = re.findall(r"(\w+) \(test_tiny_queue\.(\w+)", said)
+        self.last = ".".join(begun[-1][::-1]) if begun else ""  # what it came to
+        took = f"{time.monotonic() - self.began:.1f} s"
+        self.hung = "Timeout (" in said
+        self.fate = f"{self.last}{', hung' * self.hung} ({took})"
+        if self.survived or "_FailedTest" in said:
+            self.fate = "SURVIVES" if self.survived else "IS NO PYTHON"
+            self.survived = True
 
 
-def try_out(trials: Iterable[Callable[[], Trial]]) -> Iterator[Trial]:
+def try_out(trials):
     """Make and run trials, a few at once; yield each when it has ended."""
     waiting, running = list(trials)[::-1], []
     try:
         while waiting or running:
             while waiting and len(running) < JOBS:
                 running.append(waiting.pop()())
-            ended = [trial for trial in running if trial.look()]
-            running = [trial for trial in running if trial not in ended]
-            yield from ended
+            ended = [each for each in running if each.process.poll() is not None]
+            for trial in ended:
+                running.remove(trial)
+                trial.end()
+                yield trial
             time.sleep(0 if ended else 0.02)
     finally:
         for trial in running:
             trial.end()
 
 
-def tests_of(name: str) -> list[unittest.TestCase]:
+def tests_of(name):
     suite = unittest.TestLoader().loadTestsFromName(name, sys.modules[__name__])
     return list(suite if isinstance(suite, unittest.TestSuite) else [suite])
 
@@ -14479,41 +14432,41 @@ class MutantTableTest(Limited):
     """The table of mutants fits the module and leaves none of its syncs out."""
 
     WATCHED = frozenset(
-        "_sync _sync_path _sync_ancestors _swap _unlink _try_lock _unlock"
+        "_sync _sync_path _sync_ancestors _replace _unlink _try_lock _unlock"
         " os.fsync os.fdatasync os.replace os.unlink os.ftruncate"
         " fcntl.flock fcntl.fcntl".split()
     )
+    source = pathlib.Path(tq.__file__).read_text("utf-8")
 
-    def setUp(self) -> None:
-        with open(tq.__file__, encoding="utf-8") as file:
-            self.source = file.read()
-
-    def test_every_row_applies(self) -> None:
+    def test_every_row_applies(self):
         """Each text stands once in its function, and each killer is a test."""
         for mutant in MUTANTS:
             with self.subTest(mutant.what):
                 self.assertNotEqual(mutant.source(self.source), self.source)
                 self.assertTrue(tests_of(mutant.killer))
         self.assertEqual(len({mutant.what for mutant in MUTANTS}), len(MUTANTS))
+        self.assertTrue(all(map(tests_of, CRASH_SUITE)))
 
-    def test_the_readme_says_how_many(self) -> None:
+    def test_the_readme_says_how_many(self):
         """The number of mutants that it gives is that of the table."""
         text = pathlib.Path(ROOT, "README.md").read_text("utf-8")
         said = re.findall(r"in (\d+)\s+ways.*?all\s+(\d+)\s+are\s+killed", text, re.S)
         self.assertEqual(said, [(str(len(MUTANTS)),) * 2])
 
-    def test_every_sync_replace_and_cut_has_a_row(self) -> None:
+    def test_every_sync_replace_and_cut_has_a_row(self):
         """No call that durability or exclusion rests on is without a mutant."""
         places = [(m.place(self.source), len(m.old)) for m in MUTANTS]
         lines = [0, *(match.end() for match in re.finditer("\n", self.source))]
-        [(first, last)] = file_engine(self.source)[""]
+        [(first, last)] = functions_of(self.source)[""]
         for node in ast.walk(ast.parse(self.source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in self.WATCHED:
                 start = lines[node.lineno - 1] + node.col_offset
                 end = lines[node.end_lineno - 1] + node.end_col_offset
-                if first < start < last:
-                    touched = [at for at, size in places if start - size < at < end]
-                    self.assertTrue(touched, self.source[start:end] + " has no row")
+                touched = [at for at, size in places if start - size < at < end]
+                self.assertTrue(
+                    touched or not first < start < last,
+                    self.source[start:end] + " has no row",
+                )
 
 
 @unittest.skipUnless(os.environ.get("TQ_MUTANTS"), "set TQ_MUTANTS=1: takes minutes")
@@ -14521,105 +14474,35 @@ class MutantTableTest(Limited):
 class MutantTests(Limited):
     """Tests of the tests: each weakened copy of the module must fail some of them."""
 
-    limit = 0.0  # the tests that it runs have one, as have trials
+    limit = 0.0  # the tests that it runs have one
 
-    def test_no_mutant_survives(self) -> None:
+    def test_no_mutant_survives(self):
         """Remove one sync, check or order at a time."""
-        began = time.monotonic()
-        with open(tq.__file__, encoding="utf-8") as file:
-            source = file.read()
-        trials = []
+        began, source, trials = time.monotonic(), MutantTableTest.source, []
         for trial in try_out(self.trial(row, source) for row in MUTANTS[PART]):
             trials.append(trial)
-            print(f"{trial.what}: {trial.fate()}", file=sys.stderr, flush=True)
+            print(f"{trial.what}: {trial.fate}", file=sys.stderr, flush=True)
         survivors = [trial.what for trial in trials if trial.survived]
-        hung = sum(trial.verdict == "hung" for trial in trials)
         print(
             f"\nMutantTests: {len(trials)} mutants, {len(trials) - len(survivors)}"
-            f" killed ({hung} by the time limit), {len(survivors)} survivors"
-            f" ({time.monotonic() - began:.1f} s)",
+            f" killed ({sum(trial.hung for trial in trials)} by the time limit),"
+            f" {len(survivors)} survivors ({time.monotonic() - began:.1f} s)",
             file=sys.stderr,
         )
         self.assertEqual(survivors, [])
-        self.control(source, {trial.last for trial in trials})
-
-    def trial(self, mutant: Mutant, source: str) -> Callable[[], Trial]:
-        changed = mutant.source(source)
-        tests = itertools.chain(tests_of(mutant.killer), crash_suite())
-        return lambda: Trial(mutant.what, changed, tests)
-
-    def control(self, source: str, killers: set[str]) -> None:
-        """The tests that failed pass on the module as it is."""
-        tests = [test for name in sorted(killers) for test in tests_of(name)]
-        shares = [tests[i::JOBS] for i in range(JOBS)]
+        # The tests that failed pass on the module as it is.
+        killers = sorted({trial.last for trial in trials})
+        shares = [killers[i::JOBS] for i in range(min(JOBS, len(killers)))]
         for trial in try_out(lambda s=s: Trial("", source, s) for s in shares):
-            self.assertEqual(trial.verdict, "passed", trial.last)
+            self.assertTrue(trial.survived, trial.fate)
+
+    def trial(self, mutant, source):
+        changed = mutant.source(source)
+        return lambda: Trial(mutant.what, changed, [mutant.killer, *CRASH_SUITE])
 
 
 # Interrupts, damage, interleavings, histories
 # =============================================================================
-
-
-JOBS = int(os.environ.get("TQ_JOBS", "0")) or min(4, os.cpu_count() or 1)
-FAILURES = 20  # kept of one process; then it stops
-
-
-class Forked:
-    """check(case) for some cases in a forked child; counts and failures."""
-
-    def __init__(self, check, cases):
-        self.fd, other = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                signal.alarm(int(Limited.limit))  # a hang is a failure too
-                gc.disable()
-                with open(other, "wb") as pipe:
-                    pickle.dump(run_cases(check, cases), pipe)
-            finally:
-                os._exit(0)
-        os.close(other)
-
-    def result(self):
-        with open(self.fd, "rb") as pipe:
-            data = pipe.read()
-        os.waitpid(self.pid, 0)
-        return pickle.loads(data) if data else ({}, ["a child hung or died"])
-
-
-def run_cases(check, cases):
-    """Sum up what check(case) counts; keep the first failures as text."""
-    counts, failures = collections.Counter(), []
-    for number, case in enumerate(cases):
-        try:
-            counts.update(check(case) or {})
-        except Exception:
-            text = traceback.format_exc(limit=-5)
-            failures.append(f"{repr(case)[:1500]}\n{text[-4000:]}")
-            if len(failures) >= FAILURES:
-                break
-        if number % 200 == 199:
-            gc.collect()
-    return counts, failures
-
-
-def share_out(check, cases):
-    """Run check(case) for all cases in JOBS processes; return its counts summed."""
-    cases = list(cases)
-    if JOBS == 1:
-        results = [run_cases(check, cases)]
-    else:
-        children = [Forked(check, cases[i::JOBS]) for i in range(JOBS)]
-        results = [child.result() for child in children]
-    total, failures = collections.Counter(), []
-    for counts, failed in results:
-        total.update(counts)
-        failures += failed
-    if failures:
-        raise AssertionError(f"{len(failures)} failed:\n" + "\n".join(failures[:3]))
-    return total
 
 
 PATHS = [f"/q/default.{state}.jsonl" for state in STATES]
@@ -15469,6 +15352,8 @@ def perform(number, plan):
 
 
 class InterleavingTest(FaultCase):
+    parts = 8 if DEEP else 1
+
     def plans(self):
         """All single preemptions and kills, then sampled double ones."""
         rng, singles, doubles = random.Random(SEED), [], []
@@ -15605,6 +15490,8 @@ class Here:
 
 
 class EngineHistoriesTest(FaultCase):
+    parts = 8 if DEEP else 1
+
     def check(self, case):
         number, place = case
         host = Here(PLACES[place])
@@ -16068,15 +15955,6 @@ class StyleTest(Case):
         self.assertLessEqual(ordered[len(ordered) // 2], 10)
         self.assertLessEqual(ordered[len(ordered) * 9 // 10], 25)
 
-    def test_classes_are_not_long(self):
-        """No class is over 350 lines."""
-        sizes = {
-            node.name: node.end_lineno - node.lineno + 1
-            for node in ast.walk(ast.parse(self.source))
-            if isinstance(node, ast.ClassDef)
-        }
-        self.assertEqual({k: n for k, n in sizes.items() if n > 350}, {})
-
     def test_nothing_outside_the_standard_library(self):
         """Every import, lazy ones included, is found without site-packages."""
         names = set()
@@ -16295,11 +16173,17 @@ LONGEST = [WorkTest, *ENUMERATIONS]
 
 
 def handed_out():
-    """The classes of this file, those first that take longest."""
+    """The classes of this file, those first that take longest; and which part of
+    how many equal ones, for those that can be cut."""
     left_out = {MutantTests, TogetherTest, *(ENUMERATIONS if LIGHT else ())}
     classes = [value for value in globals().values() if isinstance(value, type)]
     every = [case for case in classes if issubclass(case, Limited)]
-    return [case for case in dict.fromkeys(LONGEST + every) if case not in left_out]
+    return [
+        (case, part)
+        for case in dict.fromkeys(LONGEST + every)
+        if case not in left_out
+        for part in range(case.parts)
+    ]
 
 
 class HandedOut(unittest.TestSuite):
@@ -16310,11 +16194,13 @@ class HandedOut(unittest.TestSuite):
 
     def __init__(self, fd):
         super().__init__()
-        self.fd, self.classes = fd, handed_out()
+        self.fd = fd
 
     def __iter__(self):
+        every = handed_out()
         while number := os.read(self.fd, 4):
-            case = self.classes[int(number)]
+            case, part = every[int(number)]
+            case.cut = part, case.parts
             yield from unittest.TestLoader().loadTestsFromTestCase(case)
 
 
@@ -16341,7 +16227,6 @@ class TogetherTest(Limited):
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     cwd=ROOT,
-                    env={**os.environ, "TQ_JOBS": "1"},
                     pass_fds=[reader],
                     text=True,
                 )
@@ -16368,13 +16253,12 @@ class TogetherTest(Limited):
 
 def load_tests(loader, tests, pattern):
     """All tests were asked for: share them out among processes."""
-    global JOBS
-    if NO_POSTGRES and "TQ_JOBS" not in os.environ:
-        line = f"PostgreSQL was not tested: {NO_POSTGRES}"
-        atexit.register(print, line, file=sys.stderr, flush=True)
     if loader.testNamePatterns:
         return tests
     if os.environ.get("TQ_MUTANTS"):
         return loader.loadTestsFromTestCase(MutantTests)
-    suite, JOBS = TogetherTest.start(), 1
-    return unittest.TestSuite([suite, TogetherTest("test_all_processes_passed")])
+    if NO_POSTGRES:
+        line = f"PostgreSQL was not tested: {NO_POSTGRES}"
+        atexit.register(print, line, file=sys.stderr, flush=True)
+    last = TogetherTest("test_all_processes_passed")
+    return unittest.TestSuite([TogetherTest.start(), last])
