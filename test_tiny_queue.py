@@ -6368,8 +6368,12 @@ class WindowsOS(Patched):
     @staticmethod
     def is_open(path):
         """Whether the module has it open."""
-        fds = [file.fd for file in list(tq._FDS) if file.fd >= 0]
-        return any(os.path.samestat(os.fstat(fd), os.stat(path)) for fd in fds)
+        there = os.stat(path)
+        for file in list(tq._FDS):
+            with contextlib.suppress(OSError):  # of a test before, and closed since
+                if os.path.samestat(os.fstat(file.fd), there):
+                    return True
+        return False
 
     def open(self, path, flags, mode=0o777):
         if os.path.isdir(path):
@@ -13591,22 +13595,22 @@ class PowerCutTests(ScriptsCase):
     """A power cut leaves any legal part of what was not synced."""
 
     def examine(self, name, world, limit):
-        disk, limit = world.host, 80 * limit if DEEP else limit
+        disk, limit = world.host, 130 * limit if DEEP else limit
         variants = "holes" if "many" in name else "all"
         at = range(len(disk.log) + 1)
         self.check_cuts(disk, world.history, name, limit, at, variants=variants)
 
     def test_each_operation(self):
         """With fsync=True all that was acknowledged survives."""
-        self.enumerate(SCRIPTS, 100)
+        self.enumerate(SCRIPTS, 60)
 
     def test_mixed_processes(self):
         """What fsync=True acknowledged survives beside fsync=False."""
-        self.enumerate(MIXED, 38)
+        self.enumerate(MIXED, 24)
 
     def test_unasked_compaction(self):
         """So too when an operation compacts on the way."""
-        self.enumerate(AUTO, 15, _MIB=500)
+        self.enumerate(AUTO, 10, _MIB=500)
 
 
 class RandomScriptTests(CrashCase):
@@ -13626,7 +13630,7 @@ class RandomScriptTests(CrashCase):
 
     def test_random_scripts(self):
         """Nothing acknowledged is lost, whatever was done in whatever order."""
-        for number in range(160 if DEEP else 10):
+        for number in range(160 if DEEP else 8):
             rng = random.Random(f"{SEED} {number}")
             with small(_MIB=rng.choice([600, 1 << 20])):
                 world, what = self.wander(rng), f"random script {number}"
@@ -13670,11 +13674,11 @@ class NestedCrashTests(ScriptsCase):
 
     def test_each_operation(self):
         """Nothing is lost, whoever acknowledges on whatever a crash has left."""
-        self.enumerate(SCRIPTS, 11)
+        self.enumerate(SCRIPTS, 17)
 
     def test_mixed_processes(self):
         """So too where a careless process or compactor died."""
-        self.enumerate(MIXED, 7)
+        self.enumerate(MIXED, 11)
 
 
 class NewDirectoryTests(CrashCase):
@@ -13714,7 +13718,7 @@ class Failing:
 class FailureCase(CrashCase):
     """What the disk refuses is reported, and nothing is acknowledged falsely."""
 
-    stride = 1  # of the failures that are tried
+    stride, cuts = 1, 2  # of the failures that are tried; after each of them
 
     def run_into(self, script, hook, watch):
         """Run a script into a hook; return the call that raised, and when."""
@@ -13731,14 +13735,14 @@ class FailureCase(CrashCase):
                 return world, statement.split()[0], start
         return world, statement.split()[0], len(world.host.log)
 
-    def tries(self, scripts, watch, codes):
+    def tries(self, scripts, watch, codes, stride=0):
         """Fail each call of each script, once and for ever."""
         codes, calls = itertools.cycle(codes), frozenset(watch)
         for name, script in scripts.items():
             count = Failing(0, 0)
             self.run_into(script, count, calls)[0].end()
             numbers = itertools.product(range(1, count.seen + 1), (False, True))
-            for number, sticky in thinned(numbers, self.stride):
+            for number, sticky in thinned(numbers, stride or self.stride):
                 hook = Failing(number, next(codes), sticky)
                 world, raised, start = self.run_into(script, hook, calls)
                 what = f"{name}: call {number} fails with {hook.code}, {sticky=}"
@@ -13768,9 +13772,9 @@ class FailureCase(CrashCase):
             raise AssertionError(f"{what}: {exc!r} {world.host.tree()}") from exc
         end = len(world.host.log)
         self.check(world.host.at(end), world.history, what)
-        every = DEEP and self.stride == 1
+        every = DEEP and self.cuts > 1
         at = range(start, end + 1) if every else {self.rng.randint(start, end), end}
-        limit = 6 if DEEP else 2 if self.stride == 1 else 1
+        limit = 6 if DEEP else self.cuts
         self.check_cuts(world.host, world.history, what, limit, sorted(at))
         for guest in world.guests.values():
             guest.queue.close()
@@ -13791,6 +13795,7 @@ class FailureCase(CrashCase):
 class FailingSyncTests(FailureCase):
     """After a failed sync nothing counts as durable until all is copied."""
 
+    stride = 3  # odd, so that once and for ever have their turns
     SYNCS = ("fsync", "fdatasync")
 
     def test_every_sync(self):
@@ -13811,7 +13816,7 @@ class FailingSyncTests(FailureCase):
             "A many p1 p2; A get; A done p1 | A compact",
             "a put p1 id=x | A exist q1 id=x",
         ):
-            for case in self.tries({script: script}, self.SYNCS, [errno.EIO]):
+            for case in self.tries({script: script}, self.SYNCS, [errno.EIO], 1):
                 self.assertIn(" ", case[3], case[0])
                 case[1].end()
 
@@ -13880,7 +13885,7 @@ class FailingSyncTests(FailureCase):
 class FailingCallTests(FailureCase):
     """Any call may fail: QueueError, nothing lost, nothing leaked, works again."""
 
-    stride = 9
+    stride, cuts = 9, 1
     CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR)
 
     def test_every_call(self):
@@ -14843,7 +14848,7 @@ class InterruptTest(FaultCase):
             (name, True) for name in FIRST_CALLS
         ]:
             lines, self.allowed[name, cold] = self.lines_of(name, cold)
-            for at in thinned(range(1, lines + 1), 3):
+            for at in thinned(range(1, lines + 1), 5):
                 for error in errors if DEEP else errors[at % 4 == 1 :][:1]:
                     yield name, cold, at, error
 
@@ -14908,7 +14913,7 @@ class BitFlipTest(FaultCase):
     def test_any_flipped_bit_costs_at_most_its_line(self):
         """One flipped bit: the queue opens twice alike, invents and alters
         nothing, loses at most its line's job, and keeps the damaged bytes."""
-        self.share(self.check, thinned(self.flips(), 7))  # odd: each bit has its turn
+        self.share(self.check, thinned(self.flips(), 11))  # odd: each bit has its turn
 
 
 # Row 10: junk, truncation, files missing, stale, swapped
@@ -15363,7 +15368,7 @@ class InterleavingTest(FaultCase):
                 perform(number, [(who, FOREVER, False)]).calls[who] for who in players
             ]
             for who, other in itertools.permutations(players, 2):
-                for at in thinned(range(lengths[who]), 3):
+                for at in thinned(range(lengths[who]), 5):
                     for kills in (False, True):
                         plan = (who, at, kills), (other, FOREVER, False)
                         singles.append((number, plan))
@@ -15759,7 +15764,7 @@ class ClockTest(FaultCase):
         """An hour or ten years, ahead or back, at any reading of the wall clock
         or (a suspended host) ahead on the other: no job is lost, no live lease
         ends early, none is immortal."""
-        self.share(self.check, self.cases())
+        self.share(self.check, thinned(self.cases(), 3))
 
 
 # Row 16: poison
