@@ -11028,9 +11028,9 @@ class StreamsTest(CommandLineCase):
     @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
     def test_a_full_disk_under_stdout_is_told(self):
         """What cannot be written is an error, not silence."""
-        status, said, _ = self.piped(">/dev/full")
-        self.assertRegex((status, said)[1], r"^tiny_queue: .*No space left.*\n$")
-        self.assertEqual(status, 1)
+        status, said, lines = self.piped(">/dev/full")
+        self.assertEqual((status, lines), (1, 0))
+        self.assertRegex(said, r"^tiny_queue: .*No space left.*\n$")
 
     def without(self, name, *args, status, stream=None):
         """Call main() without one of the standard streams, or with that one in
