@@ -258,6 +258,15 @@ class Child(Link):
         self.close()
 
 
+def lacking(name):
+    """Let tiny_queue see no module that has that attribute."""
+
+    def has(of, attribute):
+        return attribute != name and hasattr(of, attribute)
+
+    return mock.patch.object(tq, "hasattr", has, create=True)
+
+
 def run_python(code, *args, cwd=None, timeout=60, options=(), **env):
     """Run code in a fresh interpreter; return its CompletedProcess."""
     return subprocess.run(
@@ -9104,18 +9113,17 @@ class PostgresMissingTest(Case):
 
 class PostgresTest(ClusterCase):
     def test_a_password_reaches_the_processes_of_work_unseen(self):
-        """They log in with it, and it is not among their arguments."""
+        """With one of TINY_QUEUE_DIR they log in, and no argument has it."""
         self.assertIn("sesame", self.path)
         with open(os.path.join(self.dir, "noting.py"), "w") as file:
             file.write("import sys\ndef handle(job):\n    print(job.payload, sys.argv)")
         self.open().put("did")
+        env = {**os.environ, "PYTHONPATH": ROOT, "TINY_QUEUE_DIR": self.path}
         ran = subprocess.run(
-            [*CLI, "work", self.path, "noting:handle", "--stop-when-empty"],
-            cwd=self.dir, env={**os.environ, "PYTHONPATH": ROOT}, timeout=60,
-            capture_output=True, text=True,
+            [*CLI, "work", "noting:handle", "--stop-when-empty"],
+            cwd=self.dir, env=env, timeout=60, capture_output=True, text=True,
         )  # fmt: skip
         self.assertIn("did [", ran.stdout, ran.stderr)
-        self.assertIn("***", ran.stdout)
         self.assertNotIn("sesame", ran.stdout + ran.stderr)
 
     def test_twenty_processes_come_first_at_once(self):
@@ -11162,6 +11170,10 @@ async def later(job):
     if job.payload == "exit":
         sys.exit(3)
 
+def many(job):
+    note(f"{job.payload} {os.getpid()}")
+    yield
+
 number = 7
 """
 
@@ -11245,24 +11257,21 @@ class WorkTest(CommandLineCase):
         self.assertEqual(len(self.notes("ok-ended")), 5)
         self.assertEqual(len(queue), 0)
 
-    def check_timeout(self, handler):
-        queue = self.put("slow", max_retries=0)
-        self.put(*["ok"] * 3)
-        _, err = self.work("--timeout", "0.5", handler=handler)
-        (dead,) = queue.dead_letter()
-        self.assertEqual(dead.last_error, "ran longer than 0.5 s (--timeout)")
-        self.assertEqual(dead.attempts, 1)
-        self.assertEqual(queue.stats().pending, 0)
-        self.assertTrue(self.gone(self.notes("slow")[0]))
-        self.assertIn("ran too long", err)
-
     def test_a_job_over_its_time_fails_and_its_process_is_killed(self):
-        """--timeout: dead with that reason, the process gone, others done."""
-        self.check_timeout("handlers:handle")
-
-    def test_an_async_handler_has_the_same_time(self):
-        """--timeout counts an awaited handler until its await ends."""
-        self.check_timeout("handlers:later")
+        """--timeout: dead with that reason, the process gone, others done; an
+        awaited handler runs until its await ends."""
+        for name in ("handle", "later"):
+            queue = self.put("slow", max_retries=0)
+            self.put(*["ok"] * 3)
+            _, err = self.work("--timeout", "0.5", handler=f"handlers:{name}")
+            (dead,) = queue.dead_letter()
+            self.assertEqual(dead.last_error, "ran longer than 0.5 s (--timeout)")
+            self.assertEqual(dead.attempts, 1)
+            self.assertEqual(queue.stats().pending, 0)
+            self.assertTrue(self.gone(self.notes("slow")[-1]))
+            self.assertIn("ran too long", err)
+            self.assertNotIn("ended with", err)
+            queue.purge("dead")
 
     def test_other_jobs_of_a_killed_process_come_back(self):
         """The thread neighbour of a job over its time is delivered again."""
@@ -11317,8 +11326,15 @@ class WorkTest(CommandLineCase):
         (job,) = queue.jobs()
         self.assertEqual([job.state, job.attempts], ["pending", 0])
 
+    def test_a_handler_that_yields_fails_its_jobs(self):
+        """As it does without `work`: its call ran nothing."""
+        queue = self.put("ok", max_retries=0)
+        self.work(handler="handlers:many")
+        (dead,) = queue.dead_letter()
+        self.assertIn("returned a generator", dead.last_error)
+
     def test_an_async_handler_that_exits_is_no_success_either(self):
-        """The supervisor hears of it when its await ends."""
+        """It is told of when its await ends."""
         self.put("exit")
         process = self.start("--max-jobs", "2", handler="handlers:later")
         _, err = process.communicate(timeout=PATIENCE)
@@ -11401,13 +11417,17 @@ class WorkTest(CommandLineCase):
         self.assertEqual(len(queue), 5)
 
     def test_a_handler_that_cannot_be_imported_is_usage(self):
-        """A wrong MODULE:FUNCTION is told once and exits 2."""
+        """A wrong MODULE:FUNCTION is told once and exits 2, a wrong DIR so too, 1."""
         with open(os.path.join(self.folder, "broken.py"), "w") as file:
             file.write("def x(:\n")
         for name in ("nowhere:f", "handlers:nothing", "handlers:number", "handlers:",
                      "broken:x"):  # fmt: skip
             _, err = self.work("--processes=3", handler=name, status=2)
             self.assertEqual(err.count(name), 1, err)
+        self.env["TINY_QUEUE_DIR"] = "handlers.py"  # no directory
+        words = ["work", "handlers:handle", "--processes=3"]
+        _, err = self.command(*words, status=1)
+        self.assertEqual(err.count("Not a directory"), 1, err)
 
     def test_the_handlers_exceptions_are_the_modules(self):
         """`raise tq.Fail` in a handler means dead at once."""
@@ -11431,191 +11451,218 @@ class WorkTest(CommandLineCase):
 
 
 class SupervisorTest(CommandLineCase):
-    """What happens between two looks of the supervisor at its workers."""
+    """What the supervisor does about what has become of its workers."""
+
+    # State and jobs begun and ended, status, last pause, what else; what follows.
+    ENDS = [
+        ((tq._READY, 1, 0), -9, 0.0, {}, "signal 9; the next starts in 0.1 s"),
+        ((tq._READY, 1, 0), 7, 6.4, {}, "ended with exit status 7; .* in 12.8 s"),
+        ((tq._READY, 1, 0), 7, 25.6, {"lived": 9.0}, "in 30 s"),
+        ((tq._READY, 1, 0), 7, 30.0, {"lived": 11.0}, "in 0.1 s"),
+        ((tq._READY, 2, 1), 7, 30.0, {}, "in 0.1 s"),
+        ((tq._READY, 1, 0), 0, 0.0, {"stop_when_empty": True}, "in 0.1 s"),
+        ((tq._STARTING, 0, 0), 2, 0.0, {"ready": True}, "in 0.1 s"),
+        ((tq._FINISHED, 1, 1), 0, 0.0, {"max_jobs": 2}, "in 0.1 s"),
+        ((tq._TIMED_OUT, 1, 0), -9, 30.0, {}, "at once"),
+        ((tq._TIMED_OUT, 1, 0), -9, 0.0, {"max_jobs": 1}, "never"),
+        ((tq._FINISHED, 1, 1), 0, 0.0, {"stop_when_empty": True}, "never"),
+        ((tq._READY, 1, 0), -9, 0.0, {"signals": 1}, "never"),
+        ((tq._STARTING, 0, 0), 1, 0.0, {}, "never"),
+        ((tq._STARTING, 0, 0), 2, 0.0, {}, "never"),
+    ]
+
+    def supervisor(self, **options):
+        """One whose first worker is taken to run as process 1000."""
+        args = {"max_jobs": None, "processes": 1, "stop_when_empty": False}
+        supervisor = tq._Supervisor(types.SimpleNamespace(**{**args, **options}))
+        self.addCleanup(os.close, supervisor._stop_end)
+        supervisor._workers[0].pid = 1000
+        return supervisor, supervisor._workers[0]
+
+    def said(self, call, *args):
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            call(*args)
+        return err.getvalue()
+
+    def test_when_a_successor_starts(self):
+        """After a pause that grows while workers die before they have ended a
+        job; at once after a job over its time; never if all is done, or if the
+        first said what is wrong with the arguments."""
+        for numbers, status, pause, options, want in self.ENDS:
+            with self.subTest(numbers=numbers, status=status, **options):
+                supervisor, worker = self.supervisor(**options)
+                supervisor._ready = options.get("ready", numbers[0] != tq._STARTING)
+                supervisor._signals = options.get("signals", 0)
+                for i, number in enumerate(numbers):
+                    worker.numbers[i] = number
+                worker.pause = pause
+                worker.started_at = time.monotonic() - options.get("lived", 0.0)
+                said = self.said(supervisor._see_to_successor, worker, status)
+                if want in ("at once", "never"):
+                    self.assertEqual(said, "")
+                    self.assertEqual(supervisor._is_due(worker), want == "at once")
+                else:
+                    self.assertRegex(said, f"worker 1000 .*{want}$")
+                said_why = numbers[0] == tq._STARTING and want == "never"
+                self.assertEqual(supervisor._status, status if said_why else 0)
+
+    def test_the_first_signal_closes_the_pipe_and_the_next_two_never_become_one(self):
+        """A worker that is not started yet is not signalled."""
+        supervisor, worker = self.supervisor(processes=2)
+        worker.numbers[1], worker.numbers[2] = 5, 3
+        supervisor._signals = 2
+        waitpid, kill = mock.Mock(return_value=(0, 0)), mock.Mock()
+        with patched("os", waitpid=waitpid, kill=kill):
+            said = self.said(supervisor._step)
+        self.assertIn("still running: 2; a second signal gives such jobs back", said)
+        self.assertEqual(os.read(supervisor._stop_end, 1), b"")
+        both = [mock.call(1000, signal.SIGTERM), mock.call(1000, signal.SIGINT)]
+        self.assertEqual(kill.mock_calls, both)
+
+    def test_no_worker_can_be_started(self):
+        """It is told, and tried again after a pause."""
+        supervisor, worker = self.supervisor()
+        worker.pid = 0
+        error = OSError(errno.EAGAIN, "no more processes")
+        with patched("os", fork=mock.Mock(side_effect=error)):
+            said = self.said(supervisor._start, worker)
+        self.assertIn("no more processes; the next starts in 0.1 s", said)
+        self.assertFalse(supervisor._is_due(worker))
+        self.assertEqual(worker.pid, 0)
+
+    def test_without_fork_there_is_one_worker(self):
+        """On Windows: in this very process, which no signal from here ends."""
+        args = types.SimpleNamespace(processes=2, max_jobs=3)
+        with lacking("fork"), mock.patch.object(tq, "_work", return_value=0) as work:
+            with self.assertRaisesRegex(tq._RefusalError, "cannot fork"):
+                tq._cmd_work(args, None)
+            args.processes = 1
+            self.assertEqual(tq._cmd_work(args, None), 0)
+        self.assertEqual(work.call_args[0][1].quota, 3)
+
+
+class TimeLimitTest(CommandLineCase):
+    """What a worker process does about a job over its time."""
 
     def setUp(self):
         super().setUp()
-        args = {"max_jobs": None, "processes": 1, "timeout": 1.0, "threads": 1}
-        args.update(name="default", stop_when_empty=False, given=["handlers:handle"])
-        queue = self.queue(fsync=False)
-        self.supervisor = tq._Supervisor(queue, types.SimpleNamespace(**args))
-        (self.slot,) = self.supervisor._slots
-        self.slot.process = mock.Mock(pid=2**22 + 1, poll=lambda: None)
-        self.slot.killed = self.slot.quit = False
-        self.slot.ended = 0
+        self.counted(lambda job: None)
 
-    def running(self, *ids, of=lambda job: job.token):
-        """Jobs that the worker has begun, two seconds ago."""
-        queue = self.supervisor.queue
+    def counted(self, handler):
+        self.numbers = memoryview(bytearray(24)).cast("q")
+        self.handler = tq._CountedHandler(self.queue(), handler, None, self.numbers)
+        self.handler._limit = 1.0
+
+    def running(self, *ids):
+        """Jobs that were begun two seconds ago."""
+        queue = self.handler._queue
         queue.put_many([1] * len(ids), ids=list(ids))
         jobs = queue.get_many(len(ids))
         since = time.monotonic() - 2
-        self.slot.running = {of(job): (job.id, since) for job in jobs}
+        self.handler._running.update({job.token: (job, since) for job in jobs})
         return jobs
 
-    def check(self, said=""):
-        """Look at the time limit once; return what was killed."""
-        with patched("os", killpg=mock.Mock()) as fake:
-            with mock.patch.object(sys, "stderr", io.StringIO()) as err:
-                self.supervisor._check_time(self.slot)
+    def look(self, said="", group=True):
+        """Look at the time once; return whether the process was killed."""
+        kill, leave = mock.Mock(), mock.Mock(side_effect=SystemExit)
+        absent = "" if group else "killpg"
+        with lacking(absent), patched("os", killpg=kill, _exit=leave):
+            with contextlib.redirect_stderr(io.StringIO()) as err:
+                with contextlib.suppress(SystemExit):
+                    self.handler._look()
         self.assertIn(said, err.getvalue())
-        return fake.killpg.mock_calls
+        killed = [mock.call(os.getpid(), signal.SIGKILL)]
+        self.assertEqual(kill.mock_calls, killed if leave.called and group else [])
+        self.assertEqual(self.numbers[0], tq._TIMED_OUT if leave.called else 0)
+        return leave.called
 
-    def test_a_handler_that_exits_has_not_ended_its_job(self):
-        """So it does not make the next pause short; one that returned does."""
-        one, two = self.running("a", "b")
-        self.slot._hear(f"quit {one.token}")
-        self.assertEqual((self.slot.quit, self.slot.ended), (True, 0))
-        self.slot._hear(f"end {two.token}")
-        self.assertEqual((self.slot.quit, self.slot.ended), (True, 1))
-        self.assertEqual(self.slot.running, {})
+    def test_a_job_over_its_time_takes_its_process_along(self):
+        """It fails with that reason; the other one loses no delivery, even if it
+        is cancelled meanwhile.  Windows has no groups."""
+        for group in (True, False):
+            late, other, gone = self.running("a", "b", "c")
+            young = time.monotonic() + 60
+            self.handler._running[other.token] = other, young
+            self.handler._running[gone.token] = gone, young
+            queue = self.handler._queue
+            queue.cancel("c")
+            self.assertTrue(self.look("job a ran too long; its worker is", group))
+            late, other = queue.find("a"), queue.find("b")
+            self.assertEqual(late.last_error, "ran longer than 1 s (--timeout)")
+            self.assertEqual((late.state, late.attempts), ("pending", 1))
+            self.assertEqual((other.state, other.attempts), ("pending", 0))
+            self.handler._running.clear()
+            queue.purge("pending")
+            self.numbers[0] = 0
 
     def test_a_job_that_ends_while_it_is_failed_is_not_killed(self):
-        """Its report has come meanwhile, so the worker goes on."""
+        """It is no longer running, so the worker goes on."""
         (job,) = self.running("a")
-        find = self.supervisor.queue.find
+        settle = self.handler._queue.task_done
 
-        def found(id):
-            self.supervisor.queue.task_done(job)
-            self.slot._hear(f"end {job.token}")
-            return find(id)
+        def settled(*args):
+            self.handler._running.clear()
+            settle(*args)
 
-        with mock.patch.object(self.supervisor.queue, "find", found):
-            self.assertEqual(self.check(), [])
-        self.assertEqual((self.slot.ended, self.slot.running), (1, {}))
-        self.slot._hear(f"end {job.token}")  # of a job that it does not know
-        self.assertEqual(self.slot.ended, 1)
+        with mock.patch.object(self.handler._queue, "task_done", settled):
+            self.assertFalse(self.look())
 
     def test_a_job_leased_anew_is_another_delivery(self):
         """The old one's time is over, but the new lease is not settled."""
-        (job,) = self.running("a", of=lambda job: "old")
-        self.assertEqual(len(self.check("ran too long")), 1)
-        self.assertEqual(self.supervisor.queue.find("a").token, job.token)
+        (job,) = self.running("a")
+        queue = self.handler._queue
+        queue.release(job)
+        again = queue.get()
+        self.assertTrue(self.look("ran too long"))
+        self.assertEqual(queue.find("a").token, again.token)
 
     def test_a_queue_that_cannot_fail_a_job_does_not_keep_it(self):
         """The worker is killed all the same, whatever the others' state."""
         self.running("a", "b")
-        error = tq.QueueError("disk full")
-        with mock.patch.object(self.supervisor.queue, "find", side_effect=error):
-            self.assertEqual(len(self.check("disk full")), 1)
-        self.assertTrue(self.slot.killed)
+        error = mock.Mock(side_effect=tq.QueueError("disk full"))
+        queue = self.handler._queue
+        with mock.patch.multiple(queue, task_done=error, release=error):
+            self.assertTrue(self.look("disk full"))
 
-    def test_a_worker_that_dies_before_it_hears_where(self):
-        """Its supervisor survives that, and sees that it is dead."""
-        with mock.patch("subprocess.Popen") as popen:
-            with mock.patch.object(tq, "_write", side_effect=BrokenPipeError) as write:
-                self.supervisor._start(self.slot)
-        self.assertIs(self.slot.process, popen.return_value)
-        self.assertEqual(write.call_count, 1)
-        self.slot._reader.join(PATIENCE)
+    def test_a_handler_that_exits_has_not_ended_its_job(self):
+        """So it does not make the next pause short; one that returned does."""
 
-    def test_a_worker_whose_supervisor_dies_before_it_says_where(self):
-        """It ends with a message; else it reads the line, and no byte more."""
-        for sent in (b'"jobs"\nmore', b'"jo'):
-            ours, theirs = os.pipe()
-            os.write(theirs, sent)
-            os.close(theirs)
-            if b"\n" in sent:
-                self.assertEqual(tq._first_line(ours), b'"jobs"\n')
-                self.assertEqual(os.read(ours, 9), b"more")
-            else:
-                with self.assertRaisesRegex(tq._RefusalError, "supervisor is gone"):
-                    tq._first_line(ours)
-            os.close(ours)
+        def plain(job):
+            if job.token == 2:
+                sys.exit()
 
-    def test_a_signal_while_a_worker_is_not_started_yet(self):
-        """The others are told to stop, once for each signal."""
-        self.supervisor._slots.append(tq._Slot(None))
-        self.slot.process.stdin.closed = False
-        self.supervisor._signals = 1
-        for _ in range(2):
-            self.supervisor._forward()
-        self.slot.process.stdin.close.assert_called_once_with()
-        self.slot.process.send_signal.assert_not_called()
+        async def later(job):
+            plain(job)
 
-    def test_a_worker_that_ends_by_itself_needs_no_kill(self):
-        """Neither its group, which is gone."""
-        with patched("os", killpg=mock.Mock(side_effect=ProcessLookupError)):
-            self.supervisor._kill(self.slot)
-        self.assertTrue(self.slot.killed)
+        for handler in (plain, later):
+            self.counted(handler)
+            for token, numbers in [(1, [0, 1, 1]), (2, [0, 2, 1]), (3, [0, 3, 2])]:
+                with contextlib.suppress(SystemExit):
+                    result = self.handler.handle(types.SimpleNamespace(token=token))
+                    if handler is later:
+                        asyncio.run(result)
+                self.assertEqual(list(self.numbers), numbers)
 
-    def test_no_worker_can_be_started(self):
-        """It is told, and tried again after a pause."""
-        self.slot.process = None
-        error = OSError(errno.EAGAIN, "no more processes")
-        with mock.patch("subprocess.Popen", side_effect=error):
-            with mock.patch.object(sys, "stderr", io.StringIO()) as err:
-                self.supervisor._start(self.slot)
-        self.assertIn("no more processes; the next starts in 0.1 s", err.getvalue())
-        self.assertGreater(self.slot.start_at, time.monotonic() - 1)
-        self.assertIsNone(self.slot.process)
+    def test_a_handler_that_lets_no_other_thread_run_is_ended(self):
+        """faulthandler needs no Python for it, and tells the stack."""
+        code = """
+            import re, time, types, tiny_queue as tq
 
-    def test_on_windows_processes_are_ended_by_their_handles(self):
-        """There are no groups, and no signals for the second stop."""
-        process = self.slot.process
-        with patched("sys", platform="win32"), mock.patch.object(tq, "_WINDOWS", True):
-            self.supervisor._kill(self.slot)
-            process.kill.assert_called_once_with()
-            process.stdin.closed = True
-            self.supervisor._stop(process)
-        self.assertEqual(process.kill.call_count, 2)
-        process.send_signal.assert_not_called()
+            def hang(job):
+                time.sleep(0.2)
+                re.match("(a+)+$", "a" * 40 + "b")
 
-    def test_on_windows_the_pipe_is_passed_by_its_handle(self):
-        """An inheritable handle's number, made a descriptor by the child."""
-        ours, theirs = os.pipe()
-        self.addCleanup(os.close, ours)
-        fake = types.SimpleNamespace(
-            get_osfhandle=lambda fd: fd + 1000,
-            open_osfhandle=lambda handle, flags: handle - 1000,
-        )
-        inherit = mock.Mock()
-        with (
-            patched("sys", platform="win32"),
-            mock.patch.dict(sys.modules, msvcrt=fake),
-        ):
-            with patched("os", set_handle_inheritable=inherit):
-                name, pass_fds = tq._inheritable(theirs)
-                reports = tq._Reports(int(name))
-        reports.send("ready")
-        self.assertEqual(os.read(ours, 100), b"ready\n")
-        self.assertEqual(pass_fds, ())
-        inherit.assert_called_once_with(theirs + 1000, True)
+            tq._CountedHandler._GRACE = 0.2
+            numbers = memoryview(bytearray(24)).cast("q")
+            counted = tq._CountedHandler(None, hang, 0.3, numbers)
+            counted.handle(types.SimpleNamespace(token="t"))
+        """
+        ran = run_python(textwrap.dedent(code))
+        self.assertEqual(ran.returncode, 1, ran.stderr)
+        self.assertIn("in hang", ran.stderr)
 
-    def test_reports_to_a_supervisor_that_is_gone(self):
-        """They are lost, and the worker is not."""
-        ours, theirs = os.pipe()
-        reports = tq._Reports(theirs)
-        os.close(ours)
-        reports.send("ready")
 
-    def test_a_worker_that_hangs_ends_with_its_supervisor(self):
-        """When standard input ends it stops; after --timeout and 5 s it exits."""
-        clock, (ours, theirs) = Clock(), os.pipe()
-
-        def alone(link):
-            os.close(theirs)
-            os.dup2(ours, 0)
-            worker = types.SimpleNamespace(stop=lambda: clock.jump(mono=0.5))
-            with patched("time", monotonic=clock.monotonic, sleep=lambda seconds: None):
-                tq._stop_without_supervisor(worker, 1.0)
-                link.tell("up")
-                link.hear()
-
-        child = Child(alone)
-        self.addCleanup(child.end)
-        self.assertEqual(child.hear(), "up")
-        os.close(ours)
-        os.close(theirs)
-        status = os.waitpid(child.pid, 0)[1]
-        child.pid = 0
-        self.assertEqual(os.waitstatus_to_exitcode(status), 1)
-
-    def test_the_module_as_a_script(self):
-        """Workers of a copied file are started by its path."""
-        with mock.patch.object(tq, "__spec__", None):
-            self.assertEqual(tq._own_command(), [sys.executable, tq.__file__])
-
+class HandlerNameTest(CommandLineCase):
     def test_handlers_are_found_in_the_current_directory(self):
         """Also if the interpreter does not look there by itself."""
         with open(os.path.join(self.folder, "tq_found_here.py"), "w") as file:

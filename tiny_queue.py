@@ -69,14 +69,13 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii as _quote
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, cast
 from zlib import crc32
 
 if TYPE_CHECKING:
     import argparse
     import asyncio
     import logging
-    import subprocess
 
 __version__ = "0.1.0"
 __all__ = [
@@ -8223,8 +8222,8 @@ def _abandon_output() -> None:
 # -----------------------------------------------------------------------------
 
 # Each command: the words behind DIR and a summary; options, the kind of their value
-# with its default, and help (without which they are hidden); examples, @ being the
-# program, which in this order make one session.
+# with its default, and help; examples, @ being the program, which in this order make
+# one session.
 _MANUAL = """\
 put PAYLOAD -- add a job, or with - one for each line of JSON
     -s --string             PAYLOAD is text, not JSON
@@ -8310,14 +8309,13 @@ work MODULE:FUNCTION -- run a handler on the jobs; a process that dies is replac
     --timeout TIME          fail a job that runs longer, kill its process
     --max-jobs N            stop after that many deliveries in all
     --stop-when-empty       stop when no job is due
-    --report-to COUNT
     @ work jobs handlers:send --processes 2 --timeout 60 --stop-when-empty
 """
 _EVERYWHERE = """\
     -n --name NAME=default  the queue's name (default: default)
     --json                  answer in JSON on a terminal too
 """
-_OPTION = r"(?m)^ +((?:-\w )?--[a-z-]+)(?: ([A-Z]+)(?:=(\S+))?)?(?:  +(.+))?$"
+_OPTION = r"(?m)^ +((?:-\w )?--[a-z-]+)(?: ([A-Z]+)(?:=(\S+))?)?  +(.+)$"
 _COMMANDS = {block.split()[0]: block for block in _MANUAL.split("\n\n")}
 
 
@@ -8408,7 +8406,7 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
         if kind:
             settings = {"type": _KINDS.get(kind), "metavar": kind}
             settings["default"] = value or None
-        parser.add_argument(*flags.split(), help=help or argparse.SUPPRESS, **settings)
+        parser.add_argument(*flags.split(), help=help, **settings)
     return parser
 
 
@@ -9127,108 +9125,60 @@ def _take_screen(stack: contextlib.ExitStack) -> list[int]:
 # work: a supervisor of worker processes
 # -----------------------------------------------------------------------------
 
+# What a worker process tells its supervisor: its state, and how many jobs it has
+# begun and ended.
+_STATE, _BEGUN, _ENDED = 0, 1, 2
+_STARTING, _READY, _FINISHED, _TIMED_OUT = 0, 1, 2, 3
+
 
 def _cmd_work(args: argparse.Namespace, out: _Out) -> int:
-    if args.report_to is not None:
-        return _work_in_child(args)
-    with _open_queue(args) as queue:
-        names = queue._engine.names()
-        if names is None:
-            _say(f"tiny_queue: no queue in {queue.path!r} yet; it is made")
-        elif names and queue.name not in names:
-            others = ", ".join(names)
-            _say(f"tiny_queue: no job of queue {queue.name!r} yet; others: {others}")
-        return _Supervisor(queue, args).run()
+    if hasattr(os, "fork"):
+        return _Supervisor(args).run()
+    if args.processes > 1:
+        raise _RefusalError("--processes: this system cannot fork; start several")
+    return _work(args, _WorkerProcess(args.max_jobs), os.pipe()[0])
 
 
-class _Slot:
-    """A worker process, its successors, and what it said over its pipe."""
+class _WorkerProcess:
+    """A worker process and its successors, as the supervisor sees them."""
 
     def __init__(self, quota: int | None) -> None:
+        import mmap
+
         self.quota = quota  # deliveries left, of --max-jobs
-        self.process: subprocess.Popen[bytes] | None = None
-        self.running: dict[str, tuple[str, float]] = {}  # token: id, since
-        self.start_at = 0.0
-        self.pause = 0.0
+        self.pid = 0  # 0: none is running
+        self.started_at = self.start_at = self.pause = 0.0
         self.over = False
-
-    def begin(
-        self, process: subprocess.Popen[bytes], pipe: _Fd, wake: threading.Event
-    ) -> None:
-        self.process = process
-        self.started_at = time.monotonic()
-        self.running = {}
-        self.ready = False  # its handler was imported
-        self.killed = False
-        self.ended = 0  # jobs
-        self.quit = False  # a handler called sys.exit()
-        self._reader = threading.Thread(
-            target=self._listen, args=(pipe, wake), daemon=True
-        )
-        self._reader.start()
-
-    def end(self) -> tuple[subprocess.Popen[bytes], int]:
-        """Let go of a process that ended, with its status."""
-        process = cast("subprocess.Popen[bytes]", self.process)
-        self._reader.join(0.5)  # its last reports
-        cast(IO[bytes], process.stdin).close()
-        self.process = None
-        return process, process.wait()
-
-    def _listen(self, pipe: _Fd, wake: threading.Event) -> None:
-        """Read the worker's reports, in a thread, until it dies."""
-        tail = b""
-        while chunk := os.read(pipe.fd, 65536):
-            *lines, tail = (tail + chunk).split(b"\n")
-            for line in lines:
-                self._hear(line.decode())
-        pipe.close()
-        wake.set()
-
-    def _hear(self, line: str) -> None:
-        kind, _, rest = line.partition(" ")
-        token, _, id = rest.partition(" ")
-        if kind == "ready":
-            self.ready = True
-        elif kind == "start":
-            self.running[token] = (json.loads(id), time.monotonic())
-            if self.quota is not None:
-                self.quota -= 1
-        elif self.running.pop(token, None):
-            if kind == "quit":
-                self.quit = True
-            else:
-                self.ended += 1
+        # Shared with the process: known whichever way it ends.
+        self.numbers = memoryview(mmap.mmap(-1, 24)).cast("q")
 
 
 class _Supervisor:
-    """Keeps worker processes running, and ends jobs that take too long.
+    """Keeps worker processes running.
 
-    The processes are started, not forked, so that this works everywhere.
-    Each has a pipe to say which jobs it runs, and one from here whose end
-    tells it to stop, also when the supervisor was killed.  They are sessions
-    of their own: Ctrl-C reaches them once, through here, and a kill takes
-    what they started along.
+    They are forked from a process that has neither opened the queue nor
+    imported the handler: a fork is safe then, and a crash of theirs is not its
+    own.  One pipe serves them all.  When its end here is closed, because we stop
+    or were killed, they take no new job.  They are sessions of their own, so
+    that Ctrl-C reaches them once, through here.
     """
 
     _GOOD_RUN = 10.0  # seconds after which a death is not "at once"
     _LONGEST_PAUSE = 30.0
 
-    def __init__(self, queue: Queue, args: argparse.Namespace) -> None:
-        self.queue = queue
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self._wake = threading.Event()
-        self._signals = 0
-        self._forwarded = 0
+        self._signals = self._forwarded = 0
         self._status = _OK
-        self._ready = False
-        self._slots = [_Slot(quota) for quota in self._quotas()]
-
-    def _quotas(self) -> Iterator[int | None]:
-        """Share --max-jobs out; a place for no job is none."""
-        total, n = self.args.max_jobs, self.args.processes
-        for i in range(n if total is None else min(n, total)):
-            yield None if total is None else total // n + (i < total % n)
+        self._ready = False  # one has imported the handler and opened the queue
+        # --max-jobs is shared out; a process for no job is none.
+        total, n = args.max_jobs, args.processes
+        self._workers = [
+            _WorkerProcess(None if total is None else total // n + (i < total % n))
+            for i in range(n if total is None else min(n, total))
+        ]
+        self._stop_end, ours = os.pipe()
+        self._pipe = _Fd.adopt(ours)  # which no forked process keeps
 
     def run(self) -> int:
         import signal
@@ -9236,283 +9186,241 @@ class _Supervisor:
         def count(signum: int, frame: object) -> None:
             self._signals += 1  # nothing else: it may interrupt any line
 
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        previous = [signal.signal(number, count) for number in numbers]
+        self._previous: dict[int, Any] = {
+            number: signal.signal(number, count)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             while self._step():
-                self._wake.wait(0.1)
-                self._wake.clear()
+                time.sleep(0.05)
         finally:
-            for number, handler in zip(numbers, previous):
-                signal.signal(number, handler or signal.SIG_DFL)
-            for slot in self._slots:
-                self._kill(slot)
+            _restore_signals(self._previous)
+            self._pipe.close()
+            os.close(self._stop_end)
         return self._status
 
     def _step(self) -> bool:
         """Do what is to do; False when nothing is left to supervise."""
-        self._forward()
-        for slot in self._slots:
-            if slot.process is None:
-                self._start_if_due(slot)
-            elif slot.process.poll() is not None:
-                self._bury(slot)
-            else:
-                self._ready = self._ready or slot.ready
-                self._check_time(slot)
-        over = self._signals or self._status != _OK
-        return any(slot.process or not (over or slot.over) for slot in self._slots)
-
-    def _forward(self) -> None:
         while self._forwarded < self._signals:
             self._forwarded += 1
-            running = sum(len(slot.running) for slot in self._slots)
-            if running and self._forwarded == 1:
+            self._forward()
+        for worker in self._workers:
+            self._ready = self._ready or worker.numbers[_STATE] != _STARTING
+            if worker.pid:
+                pid, status = os.waitpid(worker.pid, os.WNOHANG)
+                if pid:
+                    self._see_to_successor(worker, os.waitstatus_to_exitcode(status))
+            elif self._is_due(worker):
+                self._start(worker)
+        return any(w.pid or self._is_wanted(w) for w in self._workers)
+
+    def _forward(self) -> None:
+        """The first by the pipe, which says it once: systemd signals the workers
+        too, and a second signal means to give running jobs back."""
+        import signal
+
+        workers = [worker for worker in self._workers if worker.pid]
+        if self._forwarded == 1:
+            running = sum(w.numbers[_BEGUN] - w.numbers[_ENDED] for w in workers)
+            if running:
                 _say(
                     f"tiny_queue: still running: {running}; a second signal gives"
                     " such jobs back"
                 )
-            for slot in self._slots:
-                if slot.process is not None:
-                    self._stop(slot.process)
-
-    def _stop(self, process: subprocess.Popen[bytes]) -> None:
-        """Stop a worker by its pipe, which says it once: systemd signals the
-        workers too, and a second signal means to give running jobs back."""
-        pipe = cast(IO[bytes], process.stdin)
-        if not pipe.closed:
-            pipe.close()
-        elif _WINDOWS:
-            process.kill()
-        else:
-            import signal
-
+            self._pipe.close()
+            return
+        for worker in workers:
             for number in (signal.SIGTERM, signal.SIGINT):  # two never become one
-                process.send_signal(number)
+                os.kill(worker.pid, number)
 
     # One worker's life
 
-    def _start_if_due(self, slot: _Slot) -> None:
-        """The first alone, until its handler is imported: one error, not N."""
-        if self._signals or self._status or slot.over:
-            return
-        if time.monotonic() < slot.start_at:
-            return
-        if self._ready or slot is self._slots[0]:
-            self._start(slot)
+    def _is_wanted(self, worker: _WorkerProcess) -> bool:
+        return not (self._signals or self._status or worker.over)
 
-    def _start(self, slot: _Slot) -> None:
-        import subprocess
+    def _is_due(self, worker: _WorkerProcess) -> bool:
+        """The first alone, until it is ready: one error, not N."""
+        alone = self._ready or worker is self._workers[0]
+        due = time.monotonic() >= worker.start_at
+        return alone and due and self._is_wanted(worker)
 
+    def _start(self, worker: _WorkerProcess) -> None:
+        for i in (_STATE, _BEGUN, _ENDED):
+            worker.numbers[i] = 0
+        worker.started_at = time.monotonic()
         try:
-            ours, theirs = map(_Fd.adopt, os.pipe())
-            name, pass_fds = _inheritable(theirs.fd)
-            process = subprocess.Popen(
-                self._command(slot, name),
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=pass_fds,
-                close_fds=not _WINDOWS,  # there it would keep the pipe, too
-            )
-        except OSError as exc:  # out of processes, memory, descriptors
-            self._pause(slot, f"no worker can be started: {exc}")
+            worker.pid = os.fork()
+        except OSError as exc:  # out of processes or memory
+            self._pause(worker, f"no worker can be started: {exc}")
             return
-        theirs.close()
-        slot.begin(process, ours, self._wake)
-        # Not as an argument, which everybody can read: it may have a password.
-        where = _quote(self.queue._engine.source)
-        try:
-            _write(cast(IO[bytes], process.stdin).fileno(), f"{where}\n".encode())
-        except BrokenPipeError:
-            pass  # it died at once, which is seen to
+        if worker.pid == 0:
+            os.setsid()
+            _restore_signals(self._previous)
+            # To leave by an exception runs what the handler's module has set up
+            # for the exit, and nothing more of the supervisor's.
+            sys.exit(_work(self.args, worker, os.dup(self._stop_end)))
 
-    def _pause(self, slot: _Slot, why: str) -> None:
-        slot.pause = min(slot.pause * 2 or 0.1, self._LONGEST_PAUSE)
-        slot.start_at = time.monotonic() + slot.pause
-        _say(f"tiny_queue: {why}; the next starts in {slot.pause:g} s")
+    def _pause(self, worker: _WorkerProcess, why: str) -> None:
+        worker.pause = min(worker.pause * 2 or 0.1, self._LONGEST_PAUSE)
+        worker.start_at = time.monotonic() + worker.pause
+        _say(f"tiny_queue: {why}; the next starts in {worker.pause:g} s")
 
-    def _command(self, slot: _Slot, report_to: str) -> list[str]:
-        args = self.args
-        command = [*_own_command(), "work", f"--name={args.name}"]
-        command += [f"--report-to={report_to}", f"--threads={args.threads}"]
-        if args.timeout:
-            command.append(f"--timeout={args.timeout}")
-        if slot.quota is not None:
-            command.append(f"--max-jobs={slot.quota}")
-        if args.stop_when_empty:
-            command.append("--stop-when-empty")
-        return [*command, "--", self.queue.path, *args.given]
-
-    def _bury(self, slot: _Slot) -> None:
+    def _see_to_successor(self, worker: _WorkerProcess, status: int) -> None:
         """A worker ended: is it to have a successor, and when?"""
-        process, status = slot.end()
-        self._ready = self._ready or slot.ready
-        bounded = self.args.stop_when_empty or (
-            slot.quota is not None and not slot.quit
-        )
-        ended_well = status == _OK and not slot.running
-        slot.over = slot.quota == 0 or (ended_well and bounded)
-        if status == _USAGE and not self._ready:
-            self._status = _USAGE  # it said what is wrong with the arguments
-        if self._signals or self._status or slot.over:
-            return
-        lived = time.monotonic() - slot.started_at
-        if slot.killed or slot.ended or lived >= self._GOOD_RUN:
-            slot.pause = 0.0
-        if not slot.killed:
+        pid, worker.pid = worker.pid, 0
+        state, begun, ended = worker.numbers
+        if worker.quota is not None:
+            worker.quota -= begun
+        emptied = state == _FINISHED and status == _OK and self.args.stop_when_empty
+        worker.over = worker.quota == 0 or emptied
+        if status in (_REFUSED, _USAGE) and not self._ready:
+            self._status = status  # it said what is wrong with arguments or queue
+        lived = time.monotonic() - worker.started_at
+        if state == _TIMED_OUT or ended or lived >= self._GOOD_RUN:
+            worker.pause = 0.0
+        if state != _TIMED_OUT and self._is_wanted(worker):
             how = f"exit status {status}" if status >= 0 else f"signal {-status}"
-            self._pause(slot, f"worker {process.pid} ended with {how}")
-
-    # Time limit
-
-    def _check_time(self, slot: _Slot) -> None:
-        if not self.args.timeout or slot.killed:
-            return
-        start = time.monotonic() - self.args.timeout
-        for token, (id, since) in list(slot.running.items()):
-            if since <= start:
-                self._fail(id, token)
-                if token in slot.running:
-                    _say(f"tiny_queue: job {id} ran too long; its worker is killed")
-                    self._spare(slot, token)
-                    self._kill(slot)
-                    return
-
-    def _spare(self, slot: _Slot, culprit: str) -> None:
-        """Give back what else runs in a process to be killed, uncounted."""
-        for token, (id, _) in list(slot.running.items()):
-            try:
-                job = self.queue.find(id)
-                if token != culprit and job.token == token:
-                    self.queue.release(job)
-            except QueueError:
-                pass  # settled meanwhile, or its holder's death will count
-
-    def _fail(self, id: str, token: str) -> None:
-        """Settle first, kill then: so it fails with this reason, not with
-        that of a dead holder."""
-        error = f"ran longer than {self.args.timeout:g} s (--timeout)"
-        try:
-            job = self.queue.find(id)
-            if job.token == token:
-                self.queue.task_done(job, False, error)
-        except (JobNotFoundError, LeaseLostError):
-            pass  # settled meanwhile, or cancelled and still running
-        except QueueError as exc:
-            _complain(exc, _REFUSED)  # the holder's death will count instead
-
-    def _kill(self, slot: _Slot) -> None:
-        if slot.process is None or slot.process.poll() is not None:
-            return
-        slot.killed = True
-        if sys.platform == "win32":
-            slot.process.kill()
-            return
-        import signal
-
-        try:
-            os.killpg(slot.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+            self._pause(worker, f"worker {pid} ended with {how}")
 
 
-def _own_command() -> list[str]:
-    """How to start this very module again."""
-    if __spec__ is None:
-        return [sys.executable, os.path.abspath(__file__)]
-    return [sys.executable, "-m", __spec__.name]
-
-
-def _inheritable(fd: int) -> tuple[str, tuple[int, ...]]:
-    """A child's name for our descriptor, and what Popen is to pass on."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        handle = msvcrt.get_osfhandle(fd)
-        os.set_handle_inheritable(handle, True)
-        return str(handle), ()
-    return str(fd), (fd,)
-
-
-def _work_in_child(args: argparse.Namespace) -> int:
-    reports = _Reports(args.report_to)
-    args.dir = json.loads(_first_line(0))  # the one among the arguments is for `ps`
+def _work(args: argparse.Namespace, process: _WorkerProcess, stop_end: int) -> int:
+    """Be a worker process, until stop_end's other end is closed."""
+    # What a handler reads from standard input must not be the terminal.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     handler = _import_handler(*args.given)
     _log_to_stderr()
     with _open_queue(args) as queue:
+        _say_what_is_missing(queue)
         worker = Worker(
             queue,
-            reports.around(handler),
+            _CountedHandler(queue, handler, args.timeout, process.numbers).handle,
             concurrency=args.threads,
-            max_jobs=args.max_jobs,
+            max_jobs=process.quota,
             stop_when_empty=args.stop_when_empty,
         )
-        _stop_without_supervisor(worker, args.timeout)
-        reports.send("ready")
+
+        def stop_in_time() -> None:
+            os.read(stop_end, 1)
+            worker.stop()
+
+        threading.Thread(target=stop_in_time, daemon=True).start()
+        process.numbers[_STATE] = _READY
         totals = worker.run_forever()
+        process.numbers[_STATE] = _FINISHED
     counts = ", ".join(f"{name} {n}" for name, n in totals._asdict().items())
     _log().info("worker %d ends: %s", os.getpid(), counts)
+    _Out(False).flush()  # what the handler printed
     return _OK
 
 
-def _first_line(fd: int) -> bytes:
-    """Read up to a newline, and not one byte of what comes after."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(fd, 1)
-        if not byte:
-            raise _RefusalError("the supervisor is gone")
-        line += byte
-    return line
+def _say_what_is_missing(queue: Queue) -> None:
+    names = queue._engine.names()
+    if names is None:
+        _say(f"tiny_queue: no queue in {queue.path!r} yet; it is made")
+    elif names and queue.name not in names:
+        others = ", ".join(names)
+        _say(f"tiny_queue: no job of queue {queue.name!r} yet; others: {others}")
 
 
-class _Reports:
-    """The worker's end of the pipe to its supervisor."""
+class _CountedHandler:
+    """Counts the jobs of a handler, and ends its process, which it has for
+    itself, when one of them runs longer than a limit."""
 
-    def __init__(self, fd: int) -> None:
-        if sys.platform == "win32":
-            import msvcrt
+    _GRACE = 15.0  # seconds: more than settling may wait for the queue's lock
 
-            fd = msvcrt.open_osfhandle(fd, os.O_WRONLY)
-        self._file = _Fd.adopt(fd)
-        os.set_inheritable(fd, False)  # not for what a handler starts
+    def __init__(
+        self,
+        queue: Queue,
+        handler: Callable[[Job], Any],
+        limit: float | None,
+        numbers: memoryview,
+    ) -> None:
+        self._queue = queue
+        self._handler = handler
+        self._numbers = numbers
+        self._lock = threading.Lock()
+        self._running: dict[str | None, tuple[Job, float]] = {}  # since when
+        if limit:
+            self._limit = limit
+            threading.Thread(target=self._watch, daemon=True).start()
 
-    def send(self, line: str) -> None:
-        try:
-            _write(self._file.fd, f"{line}\n".encode())  # short, so atomic
-        except BrokenPipeError:
-            pass  # the supervisor is gone, which the other pipe tells too
+    def handle(self, job: Job) -> Any:
+        """Call the handler; a job that is awaited runs until its await ends."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._counted(job))
+            result = self._handler(job)
+            if hasattr(result, "__await__"):
+                return self._awaited(result, stack.pop_all())
+            return result
 
-    def around(self, handler: Callable[[Job], Any]) -> Callable[[Job], Any]:
-        """The handler, with its beginning and end reported."""
-
-        def reported(job: Job) -> Any:
-            self.send(f"start {job.token} {_quote(job.id)}")
-            result = None
-            try:
-                result = handler(job)
-            finally:
-                if not hasattr(result, "__await__"):
-                    self._send_end(job)
-            return self._awaited(job, result) if hasattr(result, "__await__") else None
-
-        return reported
-
-    async def _awaited(self, job: Job, result: Any) -> None:
-        try:
+    async def _awaited(self, result: Any, stack: contextlib.ExitStack) -> None:
+        with stack:
             await result
-        finally:
-            self._send_end(job)
 
-    def _send_end(self, job: Job) -> None:
-        """Called in a finally, so it sees how the handler ended."""
-        kind = "quit" if isinstance(sys.exc_info()[1], SystemExit) else "end"
-        self.send(f"{kind} {job.token}")
+    @contextlib.contextmanager
+    def _counted(self, job: Job) -> Iterator[None]:
+        with self._lock:
+            self._running[job.token] = job, time.monotonic()
+            self._numbers[_BEGUN] += 1
+        ended = 1
+        try:
+            yield
+        except SystemExit:
+            ended = 0  # given back: a pause that grows is not to start anew
+            raise
+        finally:
+            with self._lock:
+                del self._running[job.token]
+                self._numbers[_ENDED] += ended
+
+    # Time limit
+
+    def _watch(self) -> None:
+        import faulthandler
+
+        told = 2 if sys.stderr is None else os.dup(2)
+        while True:
+            # A handler that lets no other thread run, this one neither, is ended by
+            # a thread that is not Python's.  Its stack is told; the holder died.
+            patience = self._limit + self._GRACE
+            faulthandler.dump_traceback_later(patience, exit=True, file=told)
+            self._look()
+            time.sleep(0.1)
+
+    def _look(self) -> None:
+        start = time.monotonic() - self._limit
+        for job, since in list(self._running.values()):
+            if since <= start:
+                self._end_late(job)
+
+    def _end_late(self, late: Job) -> None:
+        """Settle first, kill then: so it fails with this reason, not with that
+        of a dead holder, and what else runs here loses no delivery."""
+        error = f"ran longer than {self._limit:g} s (--timeout)"
+        try:
+            self._queue.task_done(late, False, error)
+        except LeaseLostError:
+            pass  # settled meanwhile, or cancelled and still running
+        except QueueError as exc:
+            _complain(exc, _REFUSED)  # the holder's death will count instead
+        if late.token not in self._running:
+            return
+        _say(f"tiny_queue: job {late.id} ran too long; its worker is killed")
+        for job, _ in list(self._running.values()):
+            if job is not late:
+                with contextlib.suppress(QueueError):
+                    self._queue.release(job)
+        self._numbers[_STATE] = _TIMED_OUT
+        if hasattr(os, "killpg"):
+            import signal
+
+            os.killpg(os.getpid(), signal.SIGKILL)  # and what it has started
+        os._exit(_REFUSED)
 
 
 def _import_handler(name: str) -> Callable[[Job], Any]:
     """MODULE:FUNCTION, found from the current directory on."""
-    import importlib
+    import pkgutil
 
     # Its `import tiny_queue` must find this module, not a second copy whose
     # Retry and Fail would be other classes.
@@ -9520,13 +9428,10 @@ def _import_handler(name: str) -> Callable[[Job], Any]:
     sys.modules.setdefault(own, sys.modules[__name__])
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    module, _, path = name.partition(":")
-    if not module or not path:
+    if not all(name.partition(":")):
         raise _RefusalError(f"{name!r} is not MODULE:FUNCTION", _USAGE)
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        found: Any = pkgutil.resolve_name(name)
     except Exception as exc:  # of any kind: the module runs its own code
         what = f"{type(exc).__name__}: {exc}"
         raise _RefusalError(
@@ -9550,25 +9455,6 @@ def _log_to_stderr() -> None:
     stream = logging.StreamHandler()
     stream.setFormatter(Plain("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[stream])
-
-
-def _stop_without_supervisor(worker: Worker, timeout: float | None) -> None:
-    """Stop when standard input ends: the supervisor closed it, or died."""
-    lifeline = _Fd.adopt(os.dup(0))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # what a handler starts must not wait for our lifeline
-    os.close(null)
-
-    def watch() -> None:
-        os.read(lifeline.fd, 1)
-        grace = math.inf if timeout is None else timeout + 5.0
-        deadline = time.monotonic() + grace
-        while time.monotonic() < deadline:
-            worker.stop()
-            time.sleep(0.5)
-        os._exit(_REFUSED)  # nobody else is left to end a job that hangs
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _file_system(folder: str) -> str:
