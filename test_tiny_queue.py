@@ -11372,7 +11372,7 @@ class SupervisorTest(CommandLineCase):
         """On Windows: in this very process, which no signal from here ends."""
         args = types.SimpleNamespace(processes=2, max_jobs=3)
         with lacking("fork"), mock.patch.object(tq, "_work", return_value=0) as work:
-            with self.assertRaisesRegex(tq._RefusalError, "cannot fork"):
+            with self.assertRaisesRegex(tq.QueueError, "cannot fork"):
                 tq._cmd_work(args, None)
             args.processes = 1
             self.assertEqual(tq._cmd_work(args, None), 0)

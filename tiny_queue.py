@@ -8188,27 +8188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _OK  # the reader has had enough
     except KeyboardInterrupt:
         return 130
-    except _RefusalError as exc:
-        return _complain(exc, exc.status)
-    except JobNotFoundError as exc:
-        return _complain(exc, _NOTHING)
-    except ValueError as exc:
-        return _complain(exc, _USAGE)
-    except (QueueError, OSError) as exc:
-        return _complain(exc, _REFUSED)
-
-
-class _RefusalError(Exception):
-    """What the command line itself refuses, and the exit status for it."""
-
-    def __init__(self, message: str, status: int = _REFUSED) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def _complain(exc: Exception, status: int) -> int:
-    _say(f"tiny_queue: {exc}")
-    return status
+    except (QueueError, ValueError, OSError) as exc:
+        _say(f"tiny_queue: {exc}")
+        if isinstance(exc, JobNotFoundError):
+            return _NOTHING
+        return _USAGE if isinstance(exc, ValueError) else _REFUSED
 
 
 def _abandon_output() -> None:
@@ -8829,7 +8813,7 @@ def _cmd_move(args: argparse.Namespace, out: _Out) -> int:
     name = args.name if args.to_name is None else args.to_name
     with _find_queue(args) as source, Queue(args.given[0], name) as target:
         if (source._engine.source, source.name) == (target._engine.source, name):
-            raise _RefusalError("a queue cannot move to itself", _USAGE)
+            raise ValueError("a queue cannot move to itself")
         move = _Move(source, target)
         try:
             move.run()
@@ -9135,7 +9119,7 @@ def _cmd_work(args: argparse.Namespace, out: _Out) -> int:
     if hasattr(os, "fork"):
         return _Supervisor(args).run()
     if args.processes > 1:
-        raise _RefusalError("--processes: this system cannot fork; start several")
+        raise QueueError("--processes: this system cannot fork; start several")
     return _work(args, _WorkerProcess(args.max_jobs), os.pipe()[0])
 
 
@@ -9402,7 +9386,7 @@ class _CountedHandler:
         except LeaseLostError:
             pass  # settled meanwhile, or cancelled and still running
         except QueueError as exc:
-            _complain(exc, _REFUSED)  # the holder's death will count instead
+            _say(f"tiny_queue: {exc}")  # the holder's death will count instead
         if late.token not in self._running:
             return
         _say(f"tiny_queue: job {late.id} ran too long; its worker is killed")
@@ -9429,18 +9413,17 @@ def _import_handler(name: str) -> Callable[[Job], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if not all(name.partition(":")):
-        raise _RefusalError(f"{name!r} is not MODULE:FUNCTION", _USAGE)
+        raise ValueError(f"{name!r} is not MODULE:FUNCTION")
     try:
         found: Any = pkgutil.resolve_name(name)
     except Exception as exc:  # of any kind: the module runs its own code
         what = f"{type(exc).__name__}: {exc}"
-        raise _RefusalError(
+        raise ValueError(
             f"cannot import {name!r}: {what}; MODULE is looked for in the current"
-            " directory first",
-            _USAGE,
+            " directory first"
         ) from exc
     if not callable(found):
-        raise _RefusalError(f"{name!r} is a {type(found).__name__}, no function", 2)
+        raise ValueError(f"{name!r} is a {type(found).__name__}, no function")
     return cast("Callable[[Job], Any]", found)
 
 
