@@ -4167,15 +4167,12 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EBADF, errno.EINVAL}
 _UNSUPPORTED |= {errno.ENOTSUP, errno.EOPNOTSUPP}  # which are two on macOS
 
 
-class _Holder:
+class _Holder(NamedTuple):
     """Proof of life: a byte lock that the kernel drops with the process."""
 
-    __slots__ = ("file", "number", "ident")
-
-    def __init__(self, file: _Fd, number: int, ident: object) -> None:
-        self.file = file
-        self.number = number
-        self.ident = ident  # of the lock file it stands in
+    file: _Fd
+    number: int
+    ident: object  # of the lock file it stands in
 
 
 class _FileLock:
@@ -4362,21 +4359,21 @@ class _FileLock:
         if not self.shared or not hasattr(fcntl, "F_OFD_SETLK"):
             return None
         file = _open_file(self.path, os.O_RDWR)
-        for _ in range(2):  # two random numbers in a row are never both taken
-            number = random.SystemRandom().randrange(1, 2**53)
-            try:
-                fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, _byte_lock(number))
-                return _Holder(file, number, self.ident)
-            except OSError as exc:
-                if exc.errno == errno.EINVAL:  # a kernel before 3.15
-                    return None
-                if exc.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-        raise QueueError(
-            f"lock {self.path!r}: flock is emulated here, as on a network file system,"
-            " where a dead host's lock may outlive it; keep the queue on a local disk",
-            path=self.path,
-        )
+        number = random.SystemRandom().randrange(1, 2**53)  # never one in use
+        try:
+            fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, _byte_lock(number))
+        except OSError as exc:
+            if exc.errno == errno.EINVAL:  # a kernel before 3.15
+                return None
+            if exc.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise QueueError(
+                f"lock {self.path!r}: flock is emulated here, as on a network file"
+                " system, where a dead host's lock may outlive it; keep the queue on a"
+                " local disk",
+                path=self.path,
+            ) from exc
+        return _Holder(file, number, self.ident)
 
     def holds(self, number: int) -> bool:
         """Whether the holder of that number lives."""
