@@ -11005,12 +11005,6 @@ def handle(job):
 async def later(job):
     note(f"{job.payload} {os.getpid()}")
     await asyncio.sleep(60 if job.payload == "slow" else 0.01)
-    if job.payload == "exit":
-        sys.exit(3)
-
-def many(job):
-    note(f"{job.payload} {os.getpid()}")
-    yield
 
 number = 7
 """
@@ -11019,7 +11013,7 @@ number = 7
 @every_engine(
     only=[
         "test_several_processes_share_the_jobs",
-        "test_a_job_that_kills_its_process_ends_dead",
+        "test_what_handlers_do",
         "test_it_says_when_there_is_no_queue_yet",
     ]
 )
@@ -11083,16 +11077,17 @@ class WorkTest(CommandLineCase):
         self.assertEqual(len(set(pids)), 2)
         self.assertEqual(queue.stats()[:4], (0, 0, 0, 0))
 
-    def test_a_job_that_kills_its_process_ends_dead(self):
-        """Delivered max_retries + 1 times, then dead; the others are done."""
-        queue = self.put("kill", max_retries=1)
-        self.put(*["ok"] * 5)
-        self.work("--processes", "2")
-        (dead,) = queue.dead_letter()
-        self.assertEqual(len(self.notes("kill")), 2)
-        self.assertEqual([dead.payload, dead.attempts], ["kill", 2])
-        self.assertIn("holder died", dead.last_error)
-        self.assertEqual(len(self.notes("ok-ended")), 5)
+    def test_what_handlers_do(self):
+        """A job that kills its process is delivered max_retries + 1 times; by
+        `raise tq.Fail` one is dead at once; standard input is empty."""
+        queue = self.put("kill", "fail", "stdin", *["ok"] * 5, max_retries=1)
+        _, err = self.work("--processes", "2")
+        self.assertEqual(err.count("ended with signal 9; the next starts in"), 2)
+        dead = {job.payload: (job.attempts, job.last_error) for job in queue.jobs()}
+        self.assertIn("holder died", dead["kill"][1])
+        self.assertEqual(dead, {"kill": (2, dead["kill"][1]), "fail": (1, "never")})
+        counts = [len(self.notes(f"{what}-ended")) for what in ("stdin", "ok")]
+        self.assertEqual((len(self.notes("kill")), *counts), (2, 1, 5))
         self.assertEqual(len(queue), 0)
 
     def test_a_job_over_its_time_fails_and_its_process_is_killed(self):
@@ -11111,46 +11106,6 @@ class WorkTest(CommandLineCase):
             self.assertNotIn("ended with", err)
             queue.purge("dead")
 
-    def test_other_jobs_of_a_killed_process_come_back(self):
-        """The thread neighbour of a job over its time is delivered again."""
-        queue = self.put("slow", max_retries=0)
-        process = self.start("--threads", "2", "--timeout", "1", "--stop-when-empty")
-        eventually(lambda: self.notes("slow"))
-        time.sleep(0.4)  # of its second; the other job begins later
-        self.put("wait")
-        eventually(lambda: len(self.notes("wait")) == 2)
-        self.go()
-        process.communicate(timeout=PATIENCE)
-        self.assertEqual(process.returncode, 0)
-        self.assertGreaterEqual(len(self.notes("wait-ended")), 1)
-        self.assertEqual(queue.stats().pending, 0)
-
-    def test_a_killed_worker_is_replaced(self):
-        """SIGKILL of a worker: its job is delivered to its successor."""
-        self.put("wait")
-        process = self.start()
-        (first,) = eventually(lambda: self.notes("wait"))
-        os.kill(first, signal.SIGKILL)
-        eventually(lambda: len(self.notes("wait")) == 2)
-        self.go()
-        eventually(lambda: self.notes("wait-ended"))
-        process.send_signal(signal.SIGTERM)
-        self.assertIn("signal 9", process.communicate(timeout=PATIENCE)[1])
-        self.assertEqual(process.returncode, 0)
-
-    def test_pauses_grow_while_workers_die_at_once(self):
-        """A handler module that kills its importer is not started in a storm."""
-        with open(os.path.join(self.folder, "broken.py"), "w") as file:
-            file.write("import os\nos._exit(7)\n")
-        process = self.start("--processes", "2", handler="broken:f")
-        pauses = []
-        while len(pauses) < 4:
-            pauses += re.findall(r"status 7.* in ([\d.]+) s", process.stderr.readline())
-        process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE)
-        self.assertEqual(pauses, ["0.1", "0.2", "0.4", "0.8"])
-        self.assertEqual(process.returncode, 0)
-
     def test_a_handler_that_exits_is_told_of_and_restarted_in_growing_pauses(self):
         """It is no success, and --max-jobs is used up, by one job if need be."""
         queue = self.put("exit")
@@ -11164,67 +11119,35 @@ class WorkTest(CommandLineCase):
         (job,) = queue.jobs()
         self.assertEqual([job.state, job.attempts], ["pending", 0])
 
-    def test_a_handler_that_yields_fails_its_jobs(self):
-        """As it does without `work`: its call ran nothing."""
-        queue = self.put("ok", max_retries=0)
-        self.work(handler="handlers:many")
-        (dead,) = queue.dead_letter()
-        self.assertIn("returned a generator", dead.last_error)
-
-    def test_an_async_handler_that_exits_is_no_success_either(self):
-        """It is told of when its await ends."""
-        self.put("exit")
-        process = self.start("--max-jobs", "2", handler="handlers:later")
-        _, err = process.communicate(timeout=PATIENCE)
-        self.assertEqual(re.findall(r"status 0.* in ([\d.]+) s", err), ["0.1"])
-
-    def test_a_mistyped_name_is_told_of(self):
-        """It waits for that queue's first job, and says which have some."""
-        self.put("ok")
-        _, err = self.work("-n", "defualt")
-        self.assertIn("no job of queue 'defualt' yet; others: default", err)
-        self.assertEqual(self.notes("ok"), [])
-
-    def test_sigterm_finishes_running_jobs(self):
-        """One signal: no new job, running ones are acknowledged, status 0."""
-        queue = self.put("wait", "ok")
+    def stopped(self, *signals, payload="wait", all=False):
+        """Send signals while a job runs, let it end; return what is left."""
+        queue = self.put(payload, "next")
         process = self.start()
-        eventually(lambda: self.notes("wait"))
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)  # it must not end now: nothing to wait for
-        self.assertIsNone(process.poll())
+        (worker,) = eventually(lambda: self.notes(payload))
+        for number in signals:
+            for pid in [worker, process.pid] if all else [process.pid]:
+                os.kill(pid, number)
+            time.sleep(0.4)  # two at once may become one, one too many does its harm
         self.go()
         _, err = process.communicate(timeout=PATIENCE)
         self.assertEqual(process.returncode, 0)
         self.assertIn("still running: 1; a second signal gives", err)
-        self.assertEqual([job.payload for job in queue.jobs()], ["ok"])
+        self.assertEqual(len(self.notes("next")), 0)
+        return [(job.payload, job.state, job.attempts) for job in queue.jobs()]
+
+    def test_a_signal_finishes_running_jobs(self):
+        """No new job, running ones are acknowledged, status 0."""
+        self.assertEqual(self.stopped(signal.SIGTERM), [("next", "pending", 0)])
 
     def test_systemds_signal_to_all_finishes_running_jobs_too(self):
         """SIGTERM to the supervisor and its workers alike is one stop."""
-        queue = self.put("wait")
-        process = self.start()
-        (pid,) = eventually(lambda: self.notes("wait"))
-        os.kill(pid, signal.SIGTERM)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.4)  # for a signal too many to do its harm
-        self.go()
-        process.communicate(timeout=PATIENCE)
-        self.assertEqual(process.returncode, 0)
-        self.assertEqual(len(self.notes("wait-ended")), 1)
-        self.assertEqual(list(queue.jobs()), [])
+        left = self.stopped(signal.SIGTERM, all=True)
+        self.assertEqual(left, [("next", "pending", 0)])
 
     def test_a_second_signal_gives_running_jobs_back(self):
         """Two signals: running jobs are pending again, uncounted, status 0."""
-        queue = self.put("slow")
-        process = self.start()
-        eventually(lambda: self.notes("slow"))
-        for _ in range(2):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.4)  # two signals at once may become one
-        process.communicate(timeout=PATIENCE)
-        self.assertEqual(process.returncode, 0)
-        (job,) = queue.jobs()
-        self.assertEqual([job.state, job.attempts], ["pending", 0])
+        left = self.stopped(signal.SIGTERM, signal.SIGINT, payload="slow")
+        self.assertEqual(sorted(left), [("next", "pending", 0), ("slow", "pending", 0)])
 
     def test_ctrl_c_reaches_workers_once(self):
         """Ctrl-C on the terminal lets the running job finish."""
@@ -11267,25 +11190,15 @@ class WorkTest(CommandLineCase):
         _, err = self.command(*words, status=1)
         self.assertEqual(err.count("Not a directory"), 1, err)
 
-    def test_the_handlers_exceptions_are_the_modules(self):
-        """`raise tq.Fail` in a handler means dead at once."""
-        queue = self.put("fail")
-        self.work()
-        (dead,) = queue.dead_letter()
-        self.assertEqual([dead.last_error, dead.attempts], ["never", 1])
-
     def test_it_says_when_there_is_no_queue_yet(self):
-        """A mistyped DIR is told; afterwards it is there."""
+        """A mistyped DIR or name is told; it waits for the first job there."""
         for told in (1, 0):
             _, err = self.work()
             self.assertEqual(err.count("no queue in"), told, err)
             self.queue().put("ok")
-
-    def test_a_handler_finds_standard_input_empty(self):
-        """A handler that reads standard input does not hang."""
-        self.put("stdin")
-        self.work()
-        self.assertEqual(len(self.notes("stdin-ended")), 1)
+        _, err = self.work("-n", "defualt")
+        self.assertIn("no job of queue 'defualt' yet; others: default", err)
+        self.assertEqual(self.notes("ok"), self.notes("ok-ended"))
 
 
 class SupervisorTest(CommandLineCase):
@@ -11295,6 +11208,7 @@ class SupervisorTest(CommandLineCase):
     ENDS = [
         ((tq._READY, 1, 0), -9, 0.0, {}, "signal 9; the next starts in 0.1 s"),
         ((tq._READY, 1, 0), 7, 6.4, {}, "ended with exit status 7; .* in 12.8 s"),
+        ((tq._STARTING, 0, 0), 7, 0.1, {}, "in 0.2 s"),
         ((tq._READY, 1, 0), 7, 25.6, {"lived": 9.0}, "in 30 s"),
         ((tq._READY, 1, 0), 7, 30.0, {"lived": 11.0}, "in 0.1 s"),
         ((tq._READY, 2, 1), 7, 30.0, {}, "in 0.1 s"),
@@ -11418,7 +11332,7 @@ class TimeLimitTest(CommandLineCase):
         """It fails with that reason; the other one loses no delivery, even if it
         is cancelled meanwhile.  Windows has no groups."""
         for group in (True, False):
-            late, other, gone = self.running("a", "b", "c")
+            other, late, gone = self.running("b", "a", "c")
             young = time.monotonic() + 60
             self.handler._running[other.token] = other, young
             self.handler._running[gone.token] = gone, young
@@ -11461,6 +11375,16 @@ class TimeLimitTest(CommandLineCase):
         queue = self.handler._queue
         with mock.patch.multiple(queue, task_done=error, release=error):
             self.assertTrue(self.look("disk full"))
+
+    def test_what_a_handler_returns_is_the_workers(self):
+        """So that one that yields fails here as it does without `work`."""
+        self.counted(lambda job: (n for n in [1]))
+        queue = self.handler._queue
+        queue.put(1, max_retries=0)
+        with contextlib.redirect_stderr(io.StringIO()):
+            tq.Worker(queue, self.handler.handle).run_once()
+        (dead,) = queue.dead_letter()
+        self.assertIn("returned a generator", dead.last_error)
 
     def test_a_handler_that_exits_has_not_ended_its_job(self):
         """So it does not make the next pause short; one that returned does."""
