@@ -230,6 +230,9 @@ class _JobFields:
         "max_retries",
         "token",
         "_holder",
+        "_rev",  # how often the job has changed; the fence of what has no token
+        "_crashes",  # how many deliveries in a row ended with their holder
+        "_limit",  # max_retries as it was put, or None: its reader's queue says
         "_joined",  # what it was settled as in a transaction of the caller's
     )
 
@@ -248,6 +251,9 @@ class _JobFields:
         max_retries: int = 3,
         token: str | None = None,
         _holder: object = None,
+        _rev: int = 1,
+        _crashes: int = 0,
+        _limit: int | None = None,
     ) -> None:
         self.id = id
         self.payload = payload
@@ -262,6 +268,9 @@ class _JobFields:
         self.max_retries = max_retries
         self.token = token
         self._holder = _holder
+        self._rev = _rev
+        self._crashes = _crashes
+        self._limit = _limit
         self._joined: str | None = None
 
 
@@ -290,10 +299,10 @@ class Job(_JobFields):
         raise AttributeError(f"cannot delete {name!r}: a Job is immutable")
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in _JobFields.__slots__[:-2])
+        return tuple(getattr(self, name) for name in _JobFields.__slots__[:-5])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Job, self._values()
+        return Job, (*self._values(), None, self._rev, self._crashes)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Job):
@@ -416,6 +425,8 @@ class Queue:
             ),
         )
         self.path = self._engine.path
+        self._looked = -math.inf  # when leases were last looked at
+        self._orphans: collections.deque[_Expired] = collections.deque()
         self._options = {
             "max_retries": self.max_retries,
             "backoff": backoff,
@@ -458,7 +469,7 @@ class Queue:
             *_due(delay, at),
             None if max_retries is None else _retries(max_retries),
         )
-        return self._engine.insert([new], exist_ok, connection)[0]
+        return self._engine.put([new], exist_ok, connection)[0]
 
     def put_many(
         self,
@@ -479,10 +490,10 @@ class Queue:
         priority = _integer("priority", priority, -_MAX_PRIORITY - 1, _MAX_PRIORITY)
         seconds, _ = _due(delay, None)
         new = [
-            _make_new((id, item, _encode(item), priority, seconds, None, None))
+            _make_new((id, item, _encode(item), priority, seconds, *_NEVER_LEASED))
             for id, item in _with_ids(payloads, ids)
         ]
-        return self._engine.insert(new, False, connection) if new else []
+        return self._engine.put(new, False, connection) if new else []
 
     def get(
         self, timeout: float | None = 0.0, *, lease_timeout: float | None = None
@@ -518,19 +529,100 @@ class Queue:
         deadline = math.inf
         if timeout is not None:
             deadline = time.monotonic() + _number("timeout", timeout, 0, math.inf)
-        seen: object = None
+        first = True
         while True:
-            jobs, lapses, seen = self._engine.lease(n, seconds, held, seen is not None)
-            if jobs:
-                self._give_back_quietly(lapses)
-                return jobs
-            self._give_back(lapses)
-            if lapses:
-                continue  # one of them may be due now
+            _, jobs, seen = self._next(n, seconds, held, first)
             left = deadline - time.monotonic()
-            if left <= 0 or timeout == 0:
+            if jobs or left <= 0 or timeout == 0:
                 return jobs
-            self._engine.wait(seen, min(left, _TICK))
+            self._wait(seen, left)
+            first = False
+
+    def _wait(self, seen: object, seconds: float) -> None:
+        """Sleep until another look may find what was not there when `seen`."""
+        self._engine.wait(seen, min(seconds, _TICK))
+
+    def _next(
+        self,
+        n: int,
+        seconds: float,
+        held: bool,
+        first: bool,
+        changes: Sequence[_Change] = (),
+    ) -> _Taken:
+        """Make the changes, then lease up to n due jobs.
+
+        Whose holder has died is asked once a second, and at the `first` look
+        of a get that finds nothing.  Raises only if no change was made.
+        """
+        if not n:
+            return _Taken(self._engine.change(changes), [], None)
+        if time.monotonic() - self._looked >= _TICK:
+            self._find_orphans()
+        taken = self._take(n, seconds, held, changes)
+        try:
+            if first and not taken.jobs and self._find_orphans():
+                taken = taken._replace(jobs=self._take(n, seconds, held).jobs)
+        except QueueError:
+            if not changes:
+                raise  # else it is told at the next call
+        return taken
+
+    def _take(
+        self, n: int, seconds: float, held: bool, changes: Sequence[_Change] = ()
+    ) -> _Taken:
+        """Lease by priority; in one priority first the jobs of dead holders."""
+        engine, orphans = self._engine, self._orphans
+        if not orphans:
+            return engine.take(n, seconds, held, _LOWEST, changes)
+        made = engine.change(changes) if changes else []
+        jobs: list[Job] = []
+        seen: object = None
+        try:
+            while len(jobs) < n:
+                orphan = _pop(orphans)
+                above = _LOWEST if orphan is None else orphan.priority
+                _, found, seen = engine.take(n - len(jobs), seconds, held, above)
+                jobs += found
+                if orphan is None:
+                    break
+                if len(jobs) == n:
+                    orphans.appendleft(orphan)
+                else:
+                    jobs += self._take_over(orphan, seconds, held)
+        except QueueError:
+            if not made and not jobs:
+                raise  # else it is told at the next call: these must be handed over
+        return _Taken(made, jobs, seen)
+
+    def _take_over(self, orphan: _Expired, seconds: float, held: bool) -> list[Job]:
+        """Lease a dead holder's job anew; [] if another process was faster."""
+        change = orphan.change("inflight", seconds)
+        change = change._replace(
+            attempts=orphan.attempts + 1, token=self._engine.fresh()
+        )
+        return [job for job in self._engine.renew([change], held) if job is not None]
+
+    def _find_orphans(self) -> bool:
+        """Look for leases that are over; whether one of their jobs may be due.
+
+        Who was never taken over before, and has retries left, is taken over at
+        once by the next who asks for a job; the others go back to pending,
+        after a backoff, or are dead.
+        """
+        self._looked = time.monotonic()
+        orphans: list[_Expired] = []
+        others: list[_Expired] = []
+        for one in self._engine.expired(math.inf):
+            (others if one.crashes or one.is_spent() else orphans).append(one)
+        self._orphans = collections.deque(
+            sorted(orphans, key=lambda one: -one.priority)
+        )
+        try:
+            return bool(self._give_back(others) or orphans)
+        except QueueError as exc:  # a full disk: who asks for a job must get one
+            _log().warning("jobs of expired leases not given back: %s", exc)
+            return bool(orphans)
 
     def task_done(
         self,
@@ -554,25 +646,47 @@ class Queue:
         """
         _leased(job)
         _joins(self._engine, connection)
-        state, seconds, text = "done", 0.0, None
         if not _is_success(success):
-            text = _error_text(error)
-            state = "dead" if job.attempts > job.max_retries else "pending"
-            if state == "pending":
-                seconds = self._delay(job.attempts) if delay is None else _delay(delay)
+            change = self._failed(job, _error_text(error), delay)
         elif error is not None or delay is not None:
             raise ValueError("error, delay: only a failure takes them")
-        self._engine.settle(job, state, seconds, text, connection=connection)
+        else:
+            change = self._done(job)
+        self._settle(job, change, connection)
         if connection is not None:
-            object.__setattr__(job, "_joined", state)  # for a Worker
+            object.__setattr__(job, "_joined", change.state)  # for a Worker
 
     def bury(self, job: Job, error: object) -> None:
         """Make a leased job dead now, whatever retries it has left."""
-        self._engine.settle(_leased(job), "dead", error=_error_text(error))
+        self._settle(job, self._buried(_leased(job), _error_text(error)))
 
     def release(self, job: Job, delay: float = 0) -> None:
         """Give a leased job back; this delivery does not count."""
-        self._engine.settle(_leased(job), "pending", _delay(delay), counted=False)
+        self._settle(job, self._released(_leased(job), _delay(delay)))
+
+    def _settle(self, job: Job, change: _Change, connection: Any = None) -> None:
+        if not self._engine.change([change], connection)[0]:
+            raise _lost(job, self.path)
+
+    # What ends a delivery: the job's new state whole, under the lease's token
+
+    def _done(self, job: Job) -> _Change:
+        return _Change(job.id, job.token, "done")
+
+    def _failed(self, job: Job, error: str | None, delay: float | None) -> _Change:
+        if job.attempts > job.max_retries:
+            return self._buried(job, error)
+        seconds = self._backoff(job.attempts) if delay is None else _delay(delay)
+        return _Change(
+            job.id, job.token, "pending", seconds, attempts=job.attempts, error=error
+        )
+
+    def _buried(self, job: Job, error: str | None) -> _Change:
+        return _Change(job.id, job.token, "dead", attempts=job.attempts, error=error)
+
+    def _released(self, job: Job, seconds: float) -> _Change:
+        change = _Change.of(job, job.token, "pending", seconds)
+        return change._replace(attempts=job.attempts - 1)
 
     def extend(self, job: Job, seconds: float | None = None) -> Job:
         """Renew a lease: it ends `seconds` from now, not from its old end.
@@ -581,14 +695,19 @@ class Queue:
         with its new lease_until; the old Job object can still settle.
         """
         length = self.lease_timeout if seconds is None else _lease_seconds(seconds)
-        return self._engine.extend(_leased(job), length)
+        change = _Change.of(_leased(job), job.token, "inflight", length)
+        change = change._replace(token=job.token)
+        renewed = self._engine.renew([change], True)[0]
+        if renewed is None:
+            raise _lost(job, self.path)
+        return renewed
 
     def cancel(self, id: str) -> bool:
         """Remove a job; an inflight one's holder gets LeaseLostError.
 
         Returns whether there was such a job; durable when this returns.
         """
-        return self._engine.remove(_job_id(id))
+        return self._engine.change([_Change(_job_id(id), None, "done")])[0]
 
     def dead_letter(self) -> Iterator[Job]:
         """Iterate over a snapshot of the dead jobs, oldest death first."""
@@ -600,7 +719,14 @@ class Queue:
         Their attempts start again at 0.  An id that is not dead raises
         JobNotFoundError.
         """
-        return self._engine.requeue(None if id is None else _job_id(id))
+        if id is None:
+            return self._change_all(map(_replayed, self._engine.records("dead")))
+        while True:
+            job = self._engine.find(_job_id(id))
+            if job is None or job.state != "dead":
+                raise _unknown(id, "dead", self.path)
+            if self._engine.change([_replayed(job)])[0]:
+                return 1
 
     def reap_stale(self, older_than_seconds: float | None = None) -> int:
         """Take back the jobs whose lease is over; return how many.
@@ -614,27 +740,26 @@ class Queue:
         age = math.inf
         if older_than_seconds is not None:
             age = _number("older_than_seconds", older_than_seconds, 0, math.inf)
-        return self._give_back(self._engine.lapsed(age))
+        return self._give_back(self._engine.expired(age))
 
-    def _give_back(self, lapses: list[_Lapse]) -> int:
-        """Decide on jobs whose lease ended unsettled; the engine applies it
-        to those whose rev is still the same."""
-        verdicts = []
-        for lapse in lapses:
-            delay: float | None = 0.0
-            if lapse.attempts > lapse.max_retries:
-                delay = None
-            elif lapse.lapses:
-                delay = self._delay(lapse.attempts)
-            verdicts.append((lapse, delay, lapse.reason))
-        return self._engine.give_back(verdicts)
+    def _give_back(self, expired: Iterable[_Expired]) -> int:
+        """Make jobs whose lease is over pending or dead; count those that were
+        still as they were found."""
+        return self._change_all(map(self._given_back, expired))
 
-    def _give_back_quietly(self, lapses: list[_Lapse]) -> None:
-        """The caller has jobs to get: it must not lose them to this."""
-        try:
-            self._give_back(lapses)
-        except QueueError as exc:
-            _log().warning("lapsed jobs not given back: %s", exc)
+    def _given_back(self, one: _Expired) -> _Change:
+        state, seconds = "dead", 0.0
+        if not one.is_spent():
+            state = "pending"
+            seconds = self._backoff(one.attempts) if one.crashes else 0.0
+        return one.change(state, seconds)
+
+    def _change_all(self, changes: Iterable[_Change]) -> int:
+        """Many single changes, in parts: others get their turn in between."""
+        changes, count = iter(changes), 0
+        while part := list(itertools.islice(changes, _PART)):
+            count += sum(self._engine.change(part))
+        return count
 
     def jobs(self, state: str | None = None, limit: int | None = None) -> Iterator[Job]:
         """Iterate over a snapshot: pending, inflight, then dead jobs.
@@ -650,7 +775,10 @@ class Queue:
 
     def find(self, id: str) -> Job:
         """Return a job as it is now, or raise JobNotFoundError."""
-        return self._engine.find(_job_id(id))
+        job = self._engine.find(_job_id(id))
+        if job is None:
+            raise _unknown(id, "pending, inflight or dead", self.path)
+        return job
 
     def stats(self) -> Stats:
         """Count the jobs; flat in the backlog once it was read."""
@@ -670,7 +798,8 @@ class Queue:
         put if there was none, at least that many seconds ago.
         """
         age = _number("older_than", older_than, 0, math.inf)
-        return self._engine.purge(_state(state), age)
+        jobs = self._engine.records(_state(state), None, age)
+        return self._change_all(_Change(job.id, job._rev, "done") for job in jobs)
 
     def compact(self) -> None:
         """Rewrite the files without what is superseded.
@@ -706,7 +835,7 @@ class Queue:
     def __repr__(self) -> str:
         return f"Queue({self.path!r}, {self.name!r})"
 
-    def _delay(self, attempt: int) -> float:
+    def _backoff(self, attempt: int) -> float:
         """Ask the user's backoff; a bad answer must not cost the job."""
         try:
             return _number("backoff", self.backoff(attempt), 0, _MAX_SECONDS)
@@ -715,6 +844,18 @@ class Queue:
                 "backoff failed for attempt %d; the default is used", attempt
             )
             return exponential()(attempt)
+
+
+def _pop(orphans: collections.deque[_Expired]) -> _Expired | None:
+    try:
+        return orphans.popleft()
+    except IndexError:
+        return None  # another thread had the last
+
+
+def _replayed(job: Job) -> _Change:
+    """A dead job again, with all its retries."""
+    return _Change(job.id, job._rev, "pending", error=job.last_error)
 
 
 def _make_queue(path: str, name: str, options: dict[str, Any]) -> Queue:
@@ -929,10 +1070,16 @@ class Totals(NamedTuple):
     lost: int  # their lease ended before their handler
 
 
+class _Outcome(NamedTuple):
+    """How a delivery ended: the job's next state, not yet made."""
+
+    job: Job
+    change: _Change
+    name: str  # which of Totals' fields counts it
+
+
 _BURST = 0.5  # seconds: a group's Ctrl-C and its forwarding are one signal
-
-
-_OUTCOME_OF = {"done": "done", "pending": "retried", "dead": "dead"}
+_NAME_OF_OUTCOME = {"done": "done", "pending": "retried", "dead": "dead"}
 
 
 class Worker:
@@ -981,7 +1128,10 @@ class Worker:
         stop_when_empty: bool = False,
         handle_signals: bool = True,
     ) -> None:
-        _check_parts(queue, handler)
+        if not isinstance(queue, Queue):
+            raise TypeError(f"queue: must be a Queue, not {type(queue).__name__}")
+        if not callable(handler):
+            raise TypeError(f"handler: must be callable, not {type(handler).__name__}")
         self.queue = queue
         self.handler = handler
         self.poll_interval = _number("poll_interval", poll_interval, 1e-3, _MAX_SECONDS)
@@ -999,10 +1149,10 @@ class Worker:
         self._lock = threading.Lock()
         self._totals = dict.fromkeys(Totals._fields, 0)
         self._taken = 0
-        self._running: dict[str, Job] = {}  # by token
+        self._running: dict[str | None, Job] = {}  # by token
+        self._together = _Combined()
         self._signals = 0
-        self._emptied = False  # stopping only because nothing was due
-        self._ended = threading.Event()
+        self._finished = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run_forever(self) -> Totals:
@@ -1014,15 +1164,14 @@ class Worker:
             for i in range(self.concurrency)
         ]
         renewer = threading.Thread(target=self._renew, daemon=True)
-        previous = self._install_signals()
         try:
-            for thread in [renewer, *threads]:
-                thread.start()
-            self._watch(threads)
+            with self._counting_signals():
+                for thread in [renewer, *threads]:
+                    thread.start()
+                self._watch(threads)
         finally:
             self._stopping = True
-            self._ended.set()
-            _restore_signals(previous)
+            self._finished.set()
             self._stop_loop()
         if self._signals < 2:
             renewer.join()
@@ -1036,7 +1185,6 @@ class Worker:
         """
         if not self._stopping:
             self._stopped_at = time.monotonic()
-        self._emptied = False
         self._stopping = True
 
     def run_once(self) -> bool:
@@ -1045,12 +1193,13 @@ class Worker:
         job = self.queue.get()
         if job is None:
             return False
+        self._running[job.token] = job
         renewer = threading.Thread(target=self._renew, daemon=True)
         renewer.start()
         try:
-            self._run(job)
+            self._settle(self._run(job))
         finally:
-            self._ended.set()
+            self._finished.set()
             renewer.join()
             self._stop_loop()
         return True
@@ -1062,17 +1211,21 @@ class Worker:
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.05)
             if self._signals > 1:
-                self._release_running()
+                with self._lock:
+                    jobs = list(self._running.values())
+                for job in jobs:  # whose late outcome will find the lease lost
+                    self._settle(self._released(job))
                 return
             if time.monotonic() - looked >= _TICK * 5:
                 looked = time.monotonic()
                 self._reap()
 
-    def _install_signals(self) -> dict[int, Any]:
-        if not self.handle_signals:
-            return {}
-        if threading.current_thread() is not threading.main_thread():
-            return {}
+    @contextlib.contextmanager
+    def _counting_signals(self) -> Iterator[None]:
+        main = threading.current_thread() is threading.main_thread()
+        if not (self.handle_signals and main):
+            yield
+            return
         import signal
 
         last: dict[int, float] = {}
@@ -1085,20 +1238,15 @@ class Worker:
                 again = not self._signals and now - self._stopped_at > 2 * _BURST
                 self._signals += 2 if again else 1
             last[signum] = now
-            self._emptied = False
             self._stopping = True
 
-        return {
-            number: signal.signal(number, count)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-
-    def _release_running(self) -> None:
-        """Give back what still runs; its late outcome will find the lease lost."""
-        with self._lock:
-            jobs = list(self._running.values())
-        for job in jobs:
-            self._settle(job, "released", lambda job: self.queue.release(job))
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        previous = {number: signal.signal(number, count) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler or signal.SIG_DFL)
 
     def _reap(self, starting: bool = False) -> None:
         try:
@@ -1113,38 +1261,94 @@ class Worker:
     # A thread per running job
 
     def _work(self) -> None:
-        pause = 0.0
-        while not self._stopping and self._may_take():
-            try:
-                job = self.queue.get(timeout=min(self.poll_interval, 0.5))
-                pause = 0.0
-            except QueueClosedError:
-                return
-            except QueueError as exc:
-                self._untake()
-                if not self._stopping:
-                    pause = self._wait_out(pause, exc)
-                continue
-            if job is None:
-                self._untake()
-                if self.stop_when_empty and not self._running:
-                    self._emptied = self._stopping = True
-            elif self._stopping and not self._emptied:
-                self._settle(job, "released", lambda job: self.queue.release(job))
-            else:
-                self._run(job)
+        outcome: _Outcome | None = None
+        while outcome is not None or self._may_take():
+            job, outcome = self._next(outcome), None
+            if job is not None:
+                outcome = self._released(job) if self._stopping else self._run(job)
+                if outcome.name != "done":
+                    self._settle(outcome)
+                    outcome = None
 
     def _may_take(self) -> bool:
-        """Take one of max_jobs before the job: never one too many."""
-        with self._lock:
-            if self.max_jobs is not None and self._taken >= self.max_jobs:
-                return False
-            self._taken += 1
-            return True
+        if self._stopping:
+            return False
+        return self.max_jobs is None or self._taken < self.max_jobs
 
-    def _untake(self) -> None:
+    def _next(self, outcome: _Outcome | None) -> Job | None:
+        """Settle a job that is done and get the next, if one comes in time."""
+        call = self._settle_and_take
+        answer = self._insist(outcome, self._together, call, outcome)
+        if answer is None:
+            return None
+        made, job, seen = answer
+        if outcome is not None:
+            self._count(outcome, made)
+        if job is None and self._may_take():
+            seconds = min(self.poll_interval, 0.5)
+            self._insist(None, self.queue._wait, seen, seconds)
+        return cast("Job | None", job)
+
+    def _settle_and_take(self, calls: list[_Call]) -> None:
+        """Settle what is done and take a job for each who waits, in one call."""
+        queue, n = self.queue, 0 if self._stopping else len(calls)
+        if self.max_jobs is not None:
+            n = min(n, self.max_jobs - self._taken)  # never one too many
+        done = [call.request for call in calls if call.request is not None]
+        changes = [outcome.change for outcome in done]
+        made, jobs, seen = queue._next(
+            n, queue.lease_timeout, True, bool(changes), changes
+        )
+        held, found = iter(made), iter(jobs)
+        for call in calls:
+            settled = call.request is not None and next(held)
+            call.answer = settled, next(found, None), seen
+        self._taken += len(jobs)
         with self._lock:
-            self._taken -= 1
+            for outcome in done:
+                self._running.pop(outcome.job.token, None)
+            for job in jobs:
+                self._running[job.token] = job
+            if self.stop_when_empty and not self._running:
+                self._stopping = True
+
+    def _settle(self, outcome: _Outcome) -> None:
+        """Settle a job by itself."""
+        changes = [outcome.change]
+        taken = self._insist(outcome, self.queue._next, 0, 0.0, True, False, changes)
+        with self._lock:
+            self._running.pop(outcome.job.token, None)
+        if taken is not None:
+            self._count(outcome, taken.made[0])
+
+    def _count(self, outcome: _Outcome, made: bool) -> None:
+        job, name = outcome.job, outcome.name
+        if not made and job._joined:  # by the handler, together with its effects
+            name = _NAME_OF_OUTCOME[job._joined]
+        elif not made:
+            _log().warning("job %s: lease lost before it was %s", job.id, name)
+            name = "lost"
+        with self._lock:
+            self._totals[name] += 1
+
+    def _insist(
+        self, outcome: _Outcome | None, call: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Call the queue, however long its own trouble lasts; None: in vain."""
+        pause = 0.0
+        while True:
+            try:
+                return call(*args)
+            except QueueClosedError as exc:
+                if outcome is not None:
+                    job, name = outcome.job, outcome.name
+                    _log().error("job %s not settled as %s: %s", job.id, name, exc)
+                self._stopping = True
+                return None
+            except QueueError as exc:
+                if self._stopping and (outcome is None or pause > 1):
+                    return None  # the job comes back by itself when this process ends
+                pause = self._wait_out(pause, exc)
 
     def _wait_out(self, pause: float, exc: Exception) -> float:
         pause = min(max(pause * 2, 0.1), 30.0)
@@ -1157,46 +1361,35 @@ class Worker:
             time.sleep(0.05)
         return pause
 
-    def _run(self, job: Job) -> None:
-        """Run the handler on one job and settle it by the outcome."""
-        token = cast(str, job.token)
-        with self._lock:
-            self._running[token] = job
+    def _run(self, job: Job) -> _Outcome:
+        """Run the handler on one job."""
         try:
-            try:
-                outcome, settle = self._outcome(job)
-            except Exception as exc:  # of an outcome itself, like a wrong delay
-                _log().exception("job %s: its outcome is wrong", job.id)
-                outcome, settle = self._failed(job, f"wrong outcome: {exc}", None)
-            self._settle(job, outcome, settle)
-        finally:
-            with self._lock:
-                self._running.pop(token, None)
+            return self._outcome(job)
+        except Exception as exc:  # of an outcome itself, like a wrong delay
+            _log().exception("job %s: its outcome is wrong", job.id)
+            return self._failed(job, f"wrong outcome: {exc}", None)
 
-    def _outcome(self, job: Job) -> tuple[str, Callable[[Job], None]]:
-        """Call the handler; say what became of the job, and how to settle it."""
-        queue = self.queue
+    def _outcome(self, job: Job) -> _Outcome:
+        """Call the handler; say what becomes of the job."""
         try:
-            result = self.handler(job)
-            if hasattr(result, "__await__"):
-                self._await(result)
-            _check_it_ran(result)
-            if job._joined:  # then this finds the lease settled, see _settle
+            self._call(job)
+            if job._joined:  # then this finds the lease settled, see _count
                 return self._failed(job, "settled, but never committed", None)
-            return "done", queue.task_done
+            return _Outcome(job, self.queue._done(job), "done")
         except Retry as exc:
             delay = None if exc.delay is None else _delay(exc.delay)
             return self._failed(job, "asked for a retry", delay)
         except Snooze as exc:
-            seconds = _delay(exc.delay)
-            return "released", lambda job: queue.release(job, seconds)
+            return self._released(job, _delay(exc.delay))
         except Fail as exc:
-            reason = _error_text(exc.reason)
-            return "dead", lambda job: queue.bury(job, reason)
+            change = self.queue._buried(job, _error_text(exc.reason))
+            return _Outcome(job, change, "dead")
         except (SystemExit, KeyboardInterrupt) as exc:
-            _tell_of_exit(job, exc)
+            if isinstance(exc, SystemExit):  # by itself it says nothing
+                error = _visible(f"SystemExit: {_error_text(exc)}")
+                _log().warning("job %s ends its worker: %s", job.id, error)
             self._stopping = True
-            return "released", lambda job: queue.release(job)
+            return self._released(job)
         except BaseException as exc:
             error = f"{type(exc).__name__}: {_error_text(exc)}"[:_MAX_ERROR]
             _log().warning(
@@ -1209,42 +1402,29 @@ class Worker:
             )
             return self._failed(job, error, None)
 
-    def _failed(
-        self, job: Job, error: str, delay: float | None
-    ) -> tuple[str, Callable[[Job], None]]:
-        outcome = "dead" if job.attempts > job.max_retries else "retried"
-        return outcome, lambda job: self.queue.task_done(job, False, error, delay=delay)
+    def _call(self, job: Job) -> None:
+        result = self.handler(job)
+        if hasattr(result, "__await__"):
+            self._await(result)
+        if isinstance(result, (types.GeneratorType, types.AsyncGeneratorType)):
+            raise TypeError(
+                "handler: its call returned a generator and ran nothing; it must not"
+                " yield"
+            )
 
-    def _settle(self, job: Job, outcome: str, settle: Callable[[Job], None]) -> None:
-        """Settle, however long the queue's own trouble lasts."""
-        pause = 0.0
-        while True:
-            try:
-                settle(job)
-                break
-            except LeaseLostError:
-                if job._joined:  # by the handler, together with its effects
-                    outcome = _OUTCOME_OF[job._joined]
-                    break
-                _log().warning("job %s: lease lost before it was %s", job.id, outcome)
-                outcome = "lost"
-                break
-            except QueueClosedError as exc:
-                _log().error("job %s not settled as %s: %s", job.id, outcome, exc)
-                return
-            except QueueError as exc:
-                if self._stopping and pause > 1:
-                    return  # the job comes back by itself when this process ends
-                pause = self._wait_out(pause, exc)
-        with self._lock:
-            self._totals[outcome] += 1
+    def _failed(self, job: Job, error: str, delay: float | None) -> _Outcome:
+        change = self.queue._failed(job, error, delay)
+        return _Outcome(job, change, _NAME_OF_OUTCOME[change.state])
+
+    def _released(self, job: Job, seconds: float = 0.0) -> _Outcome:
+        return _Outcome(job, self.queue._released(job, seconds), "released")
 
     # Leases, and the loop of async handlers
 
     def _renew(self) -> None:
         """Renew the leases of running jobs, each every third of its length."""
         length = self.queue.lease_timeout
-        while not self._ended.wait(length / 3):
+        while not self._finished.wait(length / 3):
             with self._lock:
                 jobs = list(self._running.values())
             for job in jobs:
@@ -1252,7 +1432,7 @@ class Worker:
                     self.queue.extend(job, length)
                 except LeaseLostError:
                     with self._lock:
-                        self._running.pop(cast(str, job.token), None)
+                        self._running.pop(job.token, None)
                 except QueueError as exc:
                     _log().error("cannot renew the lease of %s: %s", job.id, exc)
 
@@ -1285,37 +1465,6 @@ class Worker:
                 loop.close()
 
 
-def _check_parts(queue: object, handler: object) -> None:
-    """Refuse what a Worker would only fail on later, job by job."""
-    if not isinstance(queue, Queue):
-        raise TypeError(f"queue: must be a Queue, not {type(queue).__name__}")
-    if not callable(handler):
-        raise TypeError(f"handler: must be callable, not {type(handler).__name__}")
-
-
-def _restore_signals(previous: dict[int, Any]) -> None:
-    if previous:
-        import signal
-
-        for number, handler in previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-
-def _tell_of_exit(job: Job, exc: BaseException) -> None:
-    """A worker that ends is no mystery: sys.exit() says nothing by itself."""
-    if isinstance(exc, SystemExit):
-        error = _visible(f"SystemExit: {_error_text(exc)}")
-        _log().warning("job %s ends its worker: %s", job.id, error)
-
-
-def _check_it_ran(result: object) -> None:
-    """Refuse what calling a function with a yield in it returns."""
-    if isinstance(result, (types.GeneratorType, types.AsyncGeneratorType)):
-        raise TypeError(
-            "handler: its call returned a generator and ran nothing; it must not yield"
-        )
-
-
 def _traceback(exc: BaseException) -> str:
     """Where it was raised, without its message, which may be huge."""
     import traceback
@@ -1327,143 +1476,163 @@ def _traceback(exc: BaseException) -> str:
 # =============================================================================
 
 
+_LOWEST = -_MAX_PRIORITY - 2  # below every priority
+_PART = 500  # changes that are made under one lock
+
+
 class _New(NamedTuple):
-    """A job to insert; id None asks for a generated one."""
+    """A job to put; id None asks for a generated one.
+
+    What follows `max_retries` is of a job that comes from another queue.
+    """
 
     id: str | None
     payload: Any
     text: str  # the payload as ASCII JSON
-    priority: int
-    delay: float  # seconds
-    at: float | None  # or an instant
-    max_retries: int | None  # None: whatever the reader's queue says
+    priority: int = 0
+    delay: float = 0.0  # seconds
+    at: float | None = None  # or an instant
+    max_retries: int | None = None  # None: whatever the reader's queue says
+    state: str = "pending"  # or dead
+    attempts: int = 0
+    crashes: int = 0
+    created_at: float | None = None  # None: now
+    leased_at: float | None = None  # of a dead job's last delivery
+    error: str | None = None
 
 
-# Without a call in Python: this and _make_change are 7 % of a put_many.
+# Without a call in Python: this and _make_line are 7 % of a put_many.
 _make_new: Any = functools.partial(tuple.__new__, _New)
+_NEVER_LEASED = (None, None, "pending", 0, 0, None, None, None)
 
 
-class _Lapse(NamedTuple):
-    """An inflight job whose lease ended without being settled."""
+class _Change(NamedTuple):
+    """A job's next state, whole; it is made if the fence holds."""
+
+    id: str
+    fence: str | int | None  # the lease's token, the job's rev, or nothing
+    state: str  # done (gone), pending, dead; in renew() inflight
+    seconds: float = 0.0  # until a pending job is due; how long a lease lasts
+    at: float | None = None  # or the instant at which it is due
+    attempts: int = 0
+    crashes: int = 0
+    error: str | None = None
+    token: str | None = None  # of the lease; kept (extend) or a new one
+
+    @classmethod
+    def of(
+        cls, job: Job, fence: str | int | None, state: str, seconds: float = 0.0
+    ) -> _Change:
+        """The job as it is, in that state."""
+        counts = job.attempts, job._crashes, job.last_error
+        return cls(job.id, fence, state, seconds, None, *counts)
+
+
+class _Taken(NamedTuple):
+    """What a take did: which changes held, the jobs, and for wait() what it
+    saw if there was none."""
+
+    made: list[bool]
+    jobs: list[Job]
+    seen: object
+
+
+class _Expired(NamedTuple):
+    """A lease that is over though its job was not settled."""
 
     id: str
     rev: int
     attempts: int
     max_retries: int
-    lapses: int  # how many deliveries before this one ended so, in a row
+    crashes: int  # how many deliveries before this one ended so, in a row
+    priority: int
     reason: str
 
+    def is_spent(self) -> bool:
+        return self.attempts > self.max_retries
 
-class _Leased(NamedTuple):
-    """What a lease found: jobs, lapses to decide on, and for wait() what it
-    saw if there was nothing."""
-
-    jobs: list[Job]
-    lapses: list[_Lapse]
-    seen: object
-
-
-class _Parcel(NamedTuple):
-    """A job on its way from one queue to another."""
-
-    id: str
-    text: str  # the payload as JSON
-    state: str  # pending or dead
-    attempts: int
-    priority: int
-    created_at: float
-    run_at: float
-    leased_at: float | None  # of its last delivery
-    last_error: str | None
-    max_retries: int | None
-    lapses: int
-    token: str  # under which both sides hold it
-
-
-def _moved_state(token: str) -> str:
-    """The state that a job was in when it was held under this token."""
-    return "dead" if token.endswith("-dead") else "pending"
+    def change(self, state: str, seconds: float) -> _Change:
+        """The job in that state: one crash more, and why."""
+        error = f"{self.reason} (delivery {self.attempts} of {self.max_retries + 1})"
+        counts = self.attempts, self.crashes + 1, error
+        return _Change(self.id, self.rev, state, seconds, None, *counts)
 
 
 class _Engine:
-    """What Queue asks of storage.
+    """Keeps the rows of a queue and compares fences; Queue decides.
 
-    Durations cross this contract, instants belong to the engine's clock.
+    Durations cross this contract, and instants of the engine's own clock.
     Every verb may be called by any thread at any time, is atomic, and is
-    durable at return where Queue promises it.  The engine never computes a
-    backoff and never decides between retry and dead; it takes over a dead
-    holder's job by itself only the first time and with retries left.
+    durable at return where Queue promises it: puts and changes are, leases
+    and renewals are not.  An engine computes no backoff, never decides between
+    retry and dead, and knows no verb of the user's.
     """
 
     source: str  # what opens it again
     path: str  # the same for people: without a password
-    _max_retries: int  # of jobs that were put without a number of their own
-    can_join = False  # insert and settle inside the caller's transaction
+    can_join = False  # put and change inside the caller's transaction
     can_compact = True
     steady_leases = True  # a jump of the wall clock ends no living holder's lease
 
-    def insert(
+    def fresh(self) -> str:
+        """Return a new id or token, unique over all processes."""
+        raise NotImplementedError
+
+    def put(
         self, new: Sequence[_New], exist_ok: bool, connection: Any = None
     ) -> list[Job]:
-        """Add all or none; a live id raises or, with exist_ok, is returned.
+        """Add all or none; a live id raises DuplicateJobError or, with exist_ok
+        (then it is one job), is returned.
 
         With a connection it is part of the open transaction there.
         """
         raise NotImplementedError
 
-    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
-        """Lease up to n due jobs; without `held` the lease outlives this
-        process and ends only by time.
-
-        With nothing due it asks whose holder is dead, `again` (in the same
-        get) at most once a second.
-        """
-        raise NotImplementedError
-
-    def settle(
+    def take(
         self,
-        job: Job,
-        outcome: str,
-        delay: float = 0.0,
-        error: str | None = None,
-        counted: bool = True,
-        connection: Any = None,
-    ) -> None:
-        """End a lease: done, pending (after delay) or dead; fenced by token.
+        n: int,
+        seconds: float,
+        held: bool,
+        above: int = _LOWEST,
+        changes: Sequence[_Change] = (),
+    ) -> _Taken:
+        """Make the changes, durably, and lease up to n due jobs of a priority
+        above; one commit.
+
+        Without `held` a lease outlives this process and ends only by time.
+        If the changes were made and the lease then fails, no job is returned.
+        """
+        raise NotImplementedError
+
+    def change(self, changes: Sequence[_Change], connection: Any = None) -> list[bool]:
+        """Make each change whose fence holds, and say which did.
 
         With a connection it is part of the open transaction there.
         """
         raise NotImplementedError
 
-    def extend(self, job: Job, seconds: float) -> Job:
-        """Renew a lease until `seconds` from now; fenced by token."""
+    def renew(self, changes: Sequence[_Change], held: bool) -> list[Job | None]:
+        """Make leases of what is leased or waits, where the fence holds.
+
+        A token that is not the old one is a new lease, with our proof of life
+        if `held`; with the old one it gets ours only if it had one.  A delivery
+        begins (leased_at) when attempts rise.
+        """
         raise NotImplementedError
 
-    def lapsed(self, older_than: float) -> list[_Lapse]:
-        """List leases of dead holders, run out, or not renewed for so long."""
+    def expired(self, older_than: float) -> list[_Expired]:
+        """List the leases of dead holders, run out, or not renewed for so many
+        seconds, in the order of leasing."""
         raise NotImplementedError
 
-    def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
-        """Make lapsed jobs pending after a delay, or dead (None), if their
-        rev is still the same; count them."""
+    def find(self, id: str) -> Job | None:
         raise NotImplementedError
 
-    def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
-        """Iterate over a snapshot, holding no lock meanwhile."""
-        raise NotImplementedError
-
-    def find(self, id: str) -> Job:
-        raise NotImplementedError
-
-    def requeue(self, id: str | None) -> int:
-        """Make dead jobs pending, attempts 0."""
-        raise NotImplementedError
-
-    def remove(self, id: str) -> bool:
-        """Remove a job in any state."""
-        raise NotImplementedError
-
-    def purge(self, state: str, older_than: float) -> int:
+    def records(
+        self, state: str | None, limit: int | None = None, untouched: float = 0.0
+    ) -> Iterator[Job]:
+        """Iterate over a snapshot, holding no lock meanwhile; of jobs whose last
+        delivery began, or which were put, at least `untouched` seconds ago."""
         raise NotImplementedError
 
     def counts(self) -> Stats:
@@ -1475,8 +1644,8 @@ class _Engine:
         raise NotImplementedError
 
     def wait(self, seen: object, seconds: float) -> None:
-        """Return when a job may have become due since a lease saw none, at
-        the latest after seconds."""
+        """Return when a job may have become due since a take saw none (None:
+        since now), at the latest after seconds."""
         raise NotImplementedError
 
     def compact(self) -> None:
@@ -1488,98 +1657,32 @@ class _Engine:
     def close(self) -> None:
         raise NotImplementedError
 
-    # Moving to another queue: held here, adopted there, dropped here, let go
-    # there.  Whoever dies in between leaves each job leased on at least one side
-    # and deliverable on none; the token, the same on both, tells which it is.
 
-    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
-        """Lease up to n pending (due or not) or dead jobs for a move.
+def _duplicate(job: Job, path: str) -> DuplicateJobError:
+    advice = "use another id, say that it may exist, or wait for its end"
+    if job.state == "dead":
+        advice = "requeue it, or cancel it to free its id"
+    return DuplicateJobError(
+        f"job {job.id!r} is already {job.state} in {path!r}; {advice}",
+        id=job.id,
+        state=job.state,
+    )
 
-        No holder, uncounted, for so many seconds, under new tokens: prefix,
-        something unique, "-" and the state.  The parcels say what they were.
-        """
-        raise NotImplementedError
 
-    def held(self, prefix: str) -> list[_Parcel]:
-        """The jobs inflight under tokens that start so."""
-        raise NotImplementedError
+def _unknown(id: str, states: str, path: str) -> JobNotFoundError:
+    return JobNotFoundError(
+        f"job {id!r} is not {states} in queue {path!r}; list the jobs", id=id
+    )
 
-    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
-        """Hold what held() finds for so many seconds, under new tokens: a
-        move that still has the old ones can change nothing with them."""
-        raise NotImplementedError
 
-    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        """Insert jobs, all or none, inflight as hold() leaves them; an id that
-        is alive raises DuplicateJobError."""
-        raise NotImplementedError
-
-    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
-        """Remove held jobs; return the ids of those whose token was no longer
-        valid, which are left alone."""
-        raise NotImplementedError
-
-    def let_go(self, parcels: Sequence[_Parcel]) -> None:
-        """Make held jobs what their parcels say; one whose token is no longer
-        valid is left alone."""
-        raise NotImplementedError
-
-    # What every engine decides and answers alike
-
-    def _retries(self, own: int | None) -> int:
-        return self._max_retries if own is None else own
-
-    def _split(
-        self, over: Sequence[_Lease]
-    ) -> tuple[collections.deque[_Lease], list[_Lapse]]:
-        """Split what is over: to be leased anew at once, or to be decided."""
-        first, others = [], []
-        for lease in over:
-            if lease.lapses == 0 and lease.attempts <= self._retries(lease.max_retries):
-                first.append(lease)
-            else:
-                others.append(self._lapse(lease))
-        first.sort(key=lambda lease: -lease.priority)
-        return collections.deque(first), others
-
-    def _reason(self, lease: _Lease) -> str:
-        tries = self._retries(lease.max_retries) + 1
-        return f"{lease.reason} (delivery {lease.attempts} of {tries})"
-
-    def _lapse(self, lease: _Lease) -> _Lapse:
-        return _Lapse(
-            lease.id,
-            lease.rev,
-            lease.attempts,
-            self._retries(lease.max_retries),
-            lease.lapses,
-            self._reason(lease),
-        )
-
-    def _duplicate(self, job: Job) -> DuplicateJobError:
-        advice = "use another id, say that it may exist, or wait for its end"
-        if job.state == "dead":
-            advice = "requeue it, or cancel it to free its id"
-        return DuplicateJobError(
-            f"job {job.id!r} is already {job.state} in {self.path!r}; {advice}",
-            id=job.id,
-            state=job.state,
-        )
-
-    def _unknown(self, id: str, states: str) -> JobNotFoundError:
-        return JobNotFoundError(
-            f"job {id!r} is not {states} in queue {self.path!r}; list the jobs",
-            id=id,
-        )
-
-    def _lost(self, job: Job) -> LeaseLostError:
-        return LeaseLostError(
-            f"job {job.id!r} is no longer leased to token {job.token!r} in"
-            f" {self.path!r}: the lease ran out, was reaped or cancelled, or the job"
-            " is settled; what this delivery did may be done again",
-            id=job.id,
-            token=job.token,
-        )
+def _lost(job: Job, path: str) -> LeaseLostError:
+    return LeaseLostError(
+        f"job {job.id!r} is no longer leased to token {job.token!r} in {path!r}: the"
+        " lease ran out, was reaped or cancelled, or the job is settled; what this"
+        " delivery did may be done again",
+        id=job.id,
+        token=job.token,
+    )
 
 
 def _open_engine(path: StrPath, name: str, **options: Any) -> _Engine:
@@ -1607,6 +1710,118 @@ def _open_engine(path: StrPath, name: str, **options: Any) -> _Engine:
     return engine(where, name, **options)
 
 
+# Calls of several threads made as one
+# -----------------------------------------------------------------------------
+
+
+_GATHER = 1e-4  # seconds that a call waits for more to join, at most
+
+
+class _Call:
+    """What one thread asks for, and its answer, among those made together."""
+
+    answer: Any = None
+    error: LockTimeoutError | None = None
+    gate: threading.Lock | None = None
+    leads = left = False
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.thread = threading.get_ident()
+        self.batch: list[_Call] = []  # those that it makes, if it leads
+        self.gates: list[threading.Lock] = []  # theirs, while it wakes them
+
+
+class _Combined:
+    """Makes the calls of several threads as one: who comes while another is at
+    it joins the next.  One thread alone pays no switch for it.
+
+    `make` is given a list of calls and sets the answer of each, at once when
+    it is decided: a call without one is made again if the leading thread fails.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting: list[_Call] = []
+        self._leader: _Call | None = None
+        self._served = 0  # by the last call
+        self._gathering: threading.Lock | None = None  # its leader waits for others
+
+    def __call__(self, make: Callable[[list[_Call]], object], request: Any) -> Any:
+        call = _Call(request)
+        while call.answer is None:
+            try:
+                try:
+                    if self._enter(call):
+                        self._lead(make, call)
+                except LockTimeoutError as exc:
+                    for other in call.batch:  # they have waited as long
+                        other.error = exc
+                    raise
+                finally:
+                    self._leave(call)
+            finally:
+                self._leave(call)  # twice, for the same reason as in _locked
+            if call.error is not None:
+                raise LockTimeoutError(str(call.error), **vars(call.error))
+        return call.answer
+
+    def _enter(self, call: _Call) -> bool:
+        """True: lead.  Else a leader has worked for this call, or failed."""
+        with self._lock:
+            call.left = False
+            self._waiting.append(call)
+            # A signal handler's call must not wait for its own thread.
+            if self._leader is None or self._leader.thread == call.thread:
+                call.leads, self._leader = True, call
+                return True
+            call.gate = threading.Lock()
+            call.gate.acquire()
+            if self._gathering and len(self._waiting) >= self._served:
+                self._gathering.release()
+                self._gathering = None
+        call.gate.acquire()
+        return call.leads
+
+    def _lead(self, make: Callable[[list[_Call]], object], call: _Call) -> None:
+        """Make the calls of all who wait."""
+        if len(self._waiting) < self._served:
+            self._gather()
+        with self._lock:
+            self._gathering = None
+            call.batch, self._waiting = self._waiting, []
+        make(call.batch)
+        self._served = len(call.batch)
+
+    def _gather(self) -> None:
+        """Wait a moment for those whom the last call served: they are about to
+        be here again, and else every other call would be its leader's alone."""
+        with self._lock:
+            gate = self._gathering = threading.Lock()
+            gate.acquire()
+        gate.acquire(timeout=_GATHER)
+
+    def _leave(self, call: _Call) -> None:
+        """End a call, however it went; a leader hands on and wakes its batch."""
+        if call.left:
+            return
+        with self._lock:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            if self._leader is call:
+                self._leader = self._waiting[0] if self._waiting else None
+                if self._leader is not None:
+                    self._leader.leads = True
+                    call.batch.append(self._leader)
+            call.leads = False
+            gates = [other.gate for other in call.batch if other is not call]
+            call.gates += [gate for gate in gates if gate is not None]
+            call.batch = []
+        while call.gates:  # last in, first out: the next leader first
+            call.gates.pop().release()
+        call.left = True
+
+
 # File engine
 # =============================================================================
 
@@ -1621,13 +1836,16 @@ _OWN_FILE = re.compile(
 )
 _MAX_REV = 2**28
 _READ_AHEAD = 128 * 1024  # more unread bytes are read outside the flock
-_RUSH = 5e-3  # seconds: puts that come faster than that are a rush
-_DOZE = 3e-3
+_QUICK = 5e-3  # seconds: waits that end sooner than that are lost races
+_PAUSE = 3e-3
 _IDLE_SLACK = 64 * 1024  # superseded bytes that an idle get leaves behind
 
 
-class _FileCore(_Engine):
-    """Three files under one lock, and an index of them kept up to date."""
+class _FileEngine(_Engine):
+    """Three files under one lock, and an index of them kept up to date.
+
+    See the module's docstring, I1 to I9.
+    """
 
     def __init__(
         self,
@@ -1656,17 +1874,19 @@ class _FileCore(_Engine):
         self._count = 0
         self._holder: _Holder | None = None
         self._index = _Index()
-        self._looked = -math.inf
         self._lost_races = 0, -math.inf
-        self._turns = _Turns()
-        self._lapses_left: collections.deque[_Lease] = collections.deque()
         self._watch = _Watch()
         self._compact_above = _MIB
+        self._put_together = _Combined()
 
     def forked(self) -> None:
         self._lock.reset()
         self._store.reset()
         self._reset()
+
+    def fresh(self) -> str:
+        self._count += 1
+        return f"{self._prefix}{self._count:x}"
 
     # Transactions
 
@@ -1676,7 +1896,7 @@ class _FileCore(_Engine):
         The lock is released twice: an exception at any one line, Ctrl-C
         included, leaves at least one of the two to run.
         """
-        if self._pid != os.getpid():
+        if self._pid != os.getpid():  # a fork that Python does not know of
             self.forked()
         lock, entered = self._lock, False
         if lock.mine():
@@ -1719,7 +1939,7 @@ class _FileCore(_Engine):
         except OSError as exc:
             _log().error("queue %r is not repaired yet: %s", self.path, exc)
 
-    def _commit(self, *tickets: _Ticket | None) -> None:
+    def _commit(self, tickets: Sequence[_Ticket | None]) -> None:
         try:
             self._store.commit(*tickets)
         except QueueError:
@@ -1753,7 +1973,11 @@ class _FileCore(_Engine):
     def _attempt(
         self, body: Callable[..., Any], args: Any, most: int
     ) -> tuple[bool, Any]:
-        """Catch up and run body; (False, None) if there is too much to read."""
+        """Catch up and run body; (False, None) if there is too much to read.
+
+        A body that finds the index stale is run again, so it appends nothing
+        before it has read all that it needs.
+        """
         index = self._index
         if index.dirty:
             index.discard()
@@ -1763,16 +1987,13 @@ class _FileCore(_Engine):
                 done = self._catch_up(most)
                 result = body(*args) if done else None
                 if done:
-                    self._compact_if_due()
+                    self._compact_beyond(self._compact_above)
                 index.dirty = False
                 index.careful = index.careful and not done
                 return done, result
             except _StaleError:  # the files are not what the index remembers
                 index.discard()
                 index.careful = True
-            except (DuplicateJobError, JobNotFoundError, LeaseLostError):
-                index.dirty = False
-                raise
         raise QueueError(
             f"queue {self.path!r}: its files change without the lock; only append to"
             " them under a flock on NAME.lock",
@@ -1869,11 +2090,11 @@ class _FileCore(_Engine):
         index.drop_done()
         self._compact_above = _MIB
 
-    def _compact_if_due(self) -> None:
-        """Rewriting stays a constant share of each operation's cost."""
-        index = self._index
-        superseded = index.superseded
-        if superseded > self._compact_above and superseded > index.live_bytes:
+    def _compact_beyond(self, slack: int) -> None:
+        """Compact if more is superseded than that, and than what lives: so that
+        rewriting stays a constant share of each operation's cost."""
+        superseded = self._index.superseded
+        if superseded > max(slack, self._index.live_bytes):
             if not self._store.readonly:
                 self._try_compact()
 
@@ -1890,37 +2111,33 @@ class _FileCore(_Engine):
     def compact(self) -> None:
         self._transact(self._compact)
 
-    # Reading and writing records
+    # Records
 
     def _append(
         self,
-        data: _Data,
-        changes: Sequence[_Change],
+        file: int,
+        lines: Sequence[_Line],
         *,
-        durable: bool = False,
-        spare: bool = False,
+        durable: bool = True,
+        spare: bool = True,
     ) -> _Ticket | None:
-        """Write changes to one file, then to the index if it is up to date.
+        """Write lines to one file, then to the index if it is up to date.
 
         `spare` lets a full disk use the ballast.
         """
         index, store = self._index, self._store
+        data = store.files[file]
         place = data.size
-        block = b"".join([change.line for change in changes])
+        block = b"".join([line.line for line in lines])
         try:
             store.append(data, block, spare)
         except OSError:
-            index.burn(changes)
+            index.burn(lines)
             raise
-        ticket = store.ticket(data, changes) if durable else None
-        if index.loaded and index.read[data.file] == place:
-            index.learn(data.file, changes, block)
+        ticket = store.ticket(data, lines) if durable else None
+        if index.loaded and index.read[file] == place:
+            index.learn(file, lines, block)
         return ticket
-
-    def _fresh(self) -> str:
-        """An id or token: unique by a random prefix of this process."""
-        self._count += 1
-        return f"{self._prefix}{self._count:x}"
 
     def _record(self, key: bytes, entry: int) -> _Record:
         """Read a job's line again; it must still be what the index says."""
@@ -1930,331 +2147,214 @@ class _FileCore(_Engine):
             raise _StaleError
         return record
 
-    def _job(self, record: _Record, entry: int) -> Job:
-        return self._view(record, _NAME_OF[_FILE_OF[entry & 7]])
-
-    def _view(self, record: _Record, state: str) -> Job:
-        fields = record.fields
-        retries = fields.get("max_retries")
-        inflight = state == "inflight"
-        return Job(
-            fields["id"],
-            fields["payload"],
+    def _job(self, record: _Record, state: str, holder: _Holder | None = None) -> Job:
+        get, inflight = record.fields.get, state == "inflight"
+        retries = get("max_retries")
+        try:
+            created_at = float(record.fields["created_at"])
+            run_at = float(record.fields["run_at"])
+        except (TypeError, ValueError) as exc:
+            raise _StaleError from exc  # sealed nonsense: looked at more closely
+        job = _JobFields(
+            record.fields["id"],
+            record.fields["payload"],
             state,
-            fields["attempts"],
-            fields["priority"],
-            float(fields["created_at"]),
-            float(fields["run_at"]),
-            None if state == "pending" else fields.get("leased_at"),
-            fields.get("lease_until") if inflight else None,
-            fields.get("last_error"),
+            record.fields["attempts"],
+            record.fields["priority"],
+            created_at,
+            run_at,
+            None if state == "pending" else get("leased_at"),
+            get("lease_until") if inflight else None,
+            get("last_error"),
             self._max_retries if retries is None else retries,
-            fields.get("token") if inflight else None,
+            get("token") if inflight else None,
+            holder,
+            record.rev,
+            get("lapses", 0),
+            retries,
         )
+        return _job(job)
 
-    def _tombstone(self, key: bytes) -> _Change:
-        rev = self._index.next_rev(key)
-        line = _sealed(f'{{"id":"{key.decode()}","rev":{rev},"done":true')
-        return _Change(line, key, rev, _DONE, 0, 0.0)
+    # Put
 
-    def _pending(
-        self, record: _Record, run_at: float, error: str | None, extra: str = ""
-    ) -> _Change:
-        rev = self._index.next_rev(record.key)
-        state = _DELAYED if run_at else _PENDING
-        return record.change(
-            state, rev, record.fields["attempts"], run_at, extra, error
-        )
-
-    def _dead(self, record: _Record, error: str | None, extra: str) -> _Change:
-        rev = self._index.next_rev(record.key)
-        leased_at = record.fields.get("leased_at", 0)
-        extra = f'"leased_at":{leased_at},{extra}'
-        return record.change(
-            _DEAD, rev, record.fields["attempts"], record.fields["run_at"], extra, error
-        )
-
-
-class _Turn:
-    """A thread's durable put among those of others."""
-
-    def __init__(self, new: _New) -> None:
-        self.new = new
-        self.thread = threading.get_ident()
-        self.jobs: list[Job] = []
-        self.ticket: _Ticket | None = None
-        self.error: LockTimeoutError | None = None
-        self.leads = self.left = False
-        self.gate: threading.Lock | None = None
-        self.batch: list[_Turn] = []  # those that it leads
-        self.gates: list[threading.Lock] = []  # theirs, while it wakes them
-
-
-class _Turns:
-    """Who leads, and who waits: for the leader's work, or to lead next."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._waiting: list[_Turn] = []
-        self._leader: _Turn | None = None
-
-    def enter(self, turn: _Turn) -> bool:
-        """True: lead.  Else a leader has worked for this turn, or failed."""
-        with self._lock:
-            turn.left = False
-            self._waiting.append(turn)
-            # A signal handler's put must not wait for its own thread.
-            if self._leader is None or self._leader.thread == turn.thread:
-                turn.leads, self._leader = True, turn
-                return True
-            turn.gate = threading.Lock()
-            turn.gate.acquire()
-        turn.gate.acquire()
-        return turn.leads
-
-    def take(self, turn: _Turn) -> list[_Turn]:
-        """All that wait, for the leader to work for."""
-        with self._lock:
-            turn.batch, self._waiting = self._waiting, []
-            return turn.batch
-
-    def leave(self, turn: _Turn) -> None:
-        """End a turn, however it went; a leader hands on and wakes its batch."""
-        if turn.left:
-            return
-        with self._lock:
-            if turn in self._waiting:
-                self._waiting.remove(turn)
-            if self._leader is turn:
-                self._leader = self._waiting[0] if self._waiting else None
-                if self._leader is not None:
-                    self._leader.leads = True
-                    turn.batch.append(self._leader)
-            turn.leads = False
-            gates = [other.gate for other in turn.batch if other is not turn]
-            turn.gates += [gate for gate in gates if gate is not None]
-            turn.batch = []
-        while turn.gates:  # last in, first out: the next leader first
-            turn.gates.pop().release()
-        turn.left = True
-
-
-class _FileLeases(_FileCore):
-    """Putting, leasing, and telling whose lease is over."""
-
-    # Insert
-
-    def insert(
+    def put(
         self, new: Sequence[_New], exist_ok: bool, connection: Any = None
     ) -> list[Job]:
-        if len(new) == 1 and new[0].id is None and self._store.fsync:
-            return self._insert_together(new[0])
-        if all([item.id is None for item in new]):
-            jobs, ticket = self._locked(self._insert_blind, new)
+        if not all([item.id is None for item in new]):
+            jobs, ticket = self._transact(self._put, new)
+        elif len(new) == 1 and self._store.fsync:
+            # Each would wait for the lock in turn, and a sync would serve half.
+            jobs, ticket = self._put_together(self._put_calls, new[0])
         else:
-            jobs, ticket = self._transact(self._insert, new, exist_ok)
-        if ticket is not None:
-            self._commit(ticket)
-        if isinstance(jobs, DuplicateJobError):
-            try:
-                raise jobs
-            finally:
-                del jobs, ticket  # or the traceback would keep the file open
+            jobs, ticket = self._locked(self._put_blind, new)
+        self._commit([ticket])
+        if isinstance(jobs, Job):  # it is there
+            if not exist_ok:
+                raise _duplicate(jobs, self.path)
+            return [jobs]
         return cast("list[Job]", jobs)
 
-    def _insert_together(self, new: _New) -> list[Job]:
-        """One durable put: of the threads that put at the same moment, one
-        appends and syncs for all.  Without this each would wait for the lock
-        in turn, and a sync would serve half as many."""
-        turns, turn = self._turns, _Turn(new)
-        while turn.ticket is None:  # again if the leader failed before its append
-            try:
-                try:
-                    if turns.enter(turn):
-                        self._locked(self._insert_turns, turns.take(turn))
-                        self._commit(turn.ticket)
-                except LockTimeoutError as exc:
-                    for other in turn.batch:  # they have waited as long
-                        other.error = exc
-                    raise
-                finally:
-                    turns.leave(turn)
-            finally:
-                turns.leave(turn)  # twice, for the same reason as in _locked
-            if turn.error is not None:
-                raise LockTimeoutError(str(turn.error), **vars(turn.error))
-        self._commit(turn.ticket)  # done, or failed, or left to us by the leader
-        return turn.jobs
+    def _put_calls(self, calls: list[_Call]) -> None:
+        ticket = self._locked(self._put_each, calls)
+        self._commit([ticket])  # by the leading thread, while others gather
 
-    def _insert_turns(self, batch: Sequence[_Turn]) -> None:
-        jobs, ticket = self._insert_blind([turn.new for turn in batch], many=False)
-        for turn, job in zip(batch, jobs):
-            turn.jobs, turn.ticket = [job], ticket
+    def _put_each(self, calls: list[_Call]) -> _Ticket | None:
+        new = [call.request for call in calls]
+        jobs, ticket = self._put_blind(new, many=False)
+        for call, job in zip(calls, jobs):
+            call.answer = [job], ticket
+        return ticket
 
-    def _insert_blind(
+    def _put_blind(
         self, new: Sequence[_New], many: bool = True
     ) -> tuple[list[Job], _Ticket | None]:
         """Fresh generated ids have no last rev to know (I3), so nothing is
         read: a put costs the same whatever the backlog."""
-        index, data = self._index, self._store.files[0]
-        if self._store.look(data) or index.dirty:
+        index = self._index
+        if self._store.look(self._store.files[0]) or index.dirty:
             index.discard()
             index.dirty = False
-        jobs, changes = self._new_jobs(new, [1] * len(new), many)
-        return jobs, self._append(data, changes, durable=True)
+        return self._insert(new, itertools.repeat(1), many)
 
-    def _insert(
-        self, new: Sequence[_New], exist_ok: bool
-    ) -> tuple[list[Job] | DuplicateJobError, _Ticket | None]:
-        index, store = self._index, self._store
-        revs = []
+    def _put(self, new: Sequence[_New]) -> tuple[list[Job] | Job, _Ticket | None]:
+        index, store, revs = self._index, self._store, []
         for item in new:
             key = _key(item.id or "")
             entry = index.entries.get(key, _DONE)
             if entry & 7 != _DONE:
                 # The answer rests on somebody's record: that is synced (I5).
-                found = self._job(self._record(key, entry), entry)
-                ticket = store.ticket(store.files[_FILE_OF[entry & 7]], ())
-                return [found] if exist_ok else self._duplicate(found), ticket
+                file = _FILE_OF[entry & 7]
+                job = self._job(self._record(key, entry), _NAME_OF[file])
+                return job, store.ticket(store.files[file], ())
             revs.append(index.next_rev(key))
-        jobs, changes = self._new_jobs(new, revs)
-        return jobs, self._append(store.files[0], changes, durable=True)
+        return self._insert(new, revs)
 
-    def _new_jobs(
-        self, new: Sequence[_New], revs: Sequence[int], many: bool = True
-    ) -> tuple[list[Job], list[_Change]]:
-        """Jobs and their lines; with `many` they are all or nothing."""
+    def _insert(
+        self, new: Sequence[_New], revs: Iterable[int], many: bool = True
+    ) -> tuple[list[Job], _Ticket | None]:
+        """Append new jobs; with `many` they are all or nothing."""
         now = time.time()
-        created = f'"created_at":{now},'  # once: a float's repr takes 1 us
-        jobs, changes = [], []
+        jobs, lines = [], []
         last = len(new) - 1 if many else 0
         for i, (item, rev) in enumerate(zip(new, revs)):
-            id, payload, text, priority, delay, at, retries = item
-            if id is None:
-                id = self._fresh()
-            run_at = 0.0
-            if at is not None:
-                run_at = at if at > now else 0.0
-            elif delay:
-                run_at = now + delay
-            lines = f'"lines":{last + 1},' if i == last and last else ""
-            limit = "" if retries is None else f'"max_retries":{retries},'
-            key = _quote(id)
-            line = _sealed(
-                f'{{"id":{key},"rev":{rev},"attempts":0,"priority":{priority},'
-                f'"run_at":{run_at or 0},{lines}{created}{limit}'
-                f'"payload":{text}',
-                "+" if i < last else "",
-            )
-            state = _DELAYED if run_at else _PENDING
-            fields = line, key[1:-1].encode(), rev, state, priority, run_at
-            changes.append(_make_change(fields))
-            if retries is None:
-                retries = self._max_retries
-            job = _JobFields(id, payload, "pending", 0, priority, now, run_at)
-            job.max_retries = retries
-            jobs.append(_job(job))
-        return jobs, changes
+            mark = "+" if i < last else ""
+            count = f'"lines":{last + 1},' if i == last and last else ""
+            job, line = self._new_job(item, rev, now, count, mark)
+            jobs.append(job)
+            lines.append(line)
+        file = 2 if new[0].state == "dead" else 0
+        return jobs, self._append(file, lines, spare=False)
 
-    # Lease
+    def _new_job(
+        self, item: _New, rev: int, now: float, count: str, mark: str
+    ) -> tuple[Job, _Line]:
+        (id, payload, text, priority, delay, at, retries,
+         state, attempts, crashes, created_at, leased_at, error) = item  # fmt: skip
+        if id is None:
+            id = self.fresh()
+        run_at = 0.0
+        if at is not None:
+            run_at = at if at > now else 0.0
+        elif delay:
+            run_at = now + delay
+        if created_at is None:
+            created_at = now
+        head = "" if leased_at is None else f'"leased_at":{leased_at},'
+        if crashes:
+            head += f'"lapses":{crashes},'
+        if error is not None:
+            head += f'"last_error":{_quote(error)},'
+        limit = "" if retries is None else f'"max_retries":{retries},'
+        key = _quote(id)
+        line = _sealed(
+            f'{{"id":{key},"rev":{rev},"attempts":{attempts},"priority":{priority},'
+            f'"run_at":{run_at or 0},{count}{head}"created_at":{created_at},{limit}'
+            f'"payload":{text}',
+            mark,
+        )
+        number = _DEAD if state == "dead" else _DELAYED if run_at else _PENDING
+        fields = line, key[1:-1].encode(), rev, number, priority, run_at
+        job = _JobFields(id, payload, state, attempts, priority, created_at, run_at)
+        job.max_retries = self._max_retries if retries is None else retries
+        job.leased_at, job.last_error = leased_at, error
+        job._rev, job._crashes = rev, crashes
+        return _job(job), _make_line(fields)
 
-    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
+    # Take
+
+    def take(
+        self,
+        n: int,
+        seconds: float,
+        held: bool,
+        above: int = _LOWEST,
+        changes: Sequence[_Change] = (),
+    ) -> _Taken:
         news = self._watch.news
-        jobs, lapses, due = self._transact(self._lease, n, seconds, held, again)
+        made, jobs, due, tickets = self._transact(
+            self._take, n, seconds, held, above, changes
+        )
+        self._commit(tickets)
         if jobs:
             self._lost_races = 0, -math.inf
-        return _Leased(jobs, lapses, (news, due))
+        return _Taken(made, jobs, (news, due))
 
-    def _lease(
-        self, n: int, seconds: float, held: bool, again: bool
-    ) -> tuple[list[Job], list[_Lapse], float]:
-        index = self._index
-        now, clock = time.time(), time.monotonic()
-        index.ripen(now)
-        undecided: list[_Lapse] = []
-        nothing = not (again or index.counts[_PENDING] or self._lapses_left)
-        if nothing or clock - self._looked >= _TICK:
-            self._looked = clock
-            self._lapses_left, undecided = self._split(self._over(clock, now, math.inf))
-        picks = self._pick(n, self._lapses_left)
-        if not picks:
-            if index.superseded > max(_IDLE_SLACK, index.live_bytes):
-                self._try_compact()
-            return [], undecided, self._index.next_due()
-        holder = self._live_holder() if held else None
-        changes, jobs = [], []
-        for record, lapses, error in picks:
-            token = self._fresh()
-            stamp = _stamp(token, holder.number if holder else 0, clock, now, seconds)
-            change = record.change(
-                _INFLIGHT,
-                index.next_rev(record.key),
-                record.fields["attempts"] + 1,
-                record.fields["run_at"],
-                stamp + (f'"lapses":{lapses},' if lapses else ""),
-                error,
-            )
-            changes.append(change)
-            record.fields["last_error"] = error
-            jobs.append(self._leased_job(record, token, now, now, seconds, holder))
-        self._append(self._store.files[1], changes, spare=True)
-        for job, change in zip(jobs, changes):
-            index.tokens[change.key] = cast(str, job.token)
-        return jobs, undecided, 0.0
-
-    def _leased_job(
+    def _take(
         self,
-        record: _Record,
-        token: str,
-        leased_at: float,
-        now: float,
+        n: int,
         seconds: float,
-        holder: _Holder | None,
-        again: bool = False,
-    ) -> Job:
-        fields = record.fields
-        retries = fields.get("max_retries")
-        job = _JobFields(
-            fields["id"],
-            fields["payload"],
-            "inflight",
-            fields["attempts"] + (not again),
-            fields["priority"],
-            fields["created_at"],
-            float(fields["run_at"]),
-            leased_at,
-            now + seconds,
-            fields.get("last_error"),
-            self._max_retries if retries is None else retries,
-            token,
-            holder,
-        )
-        return _job(job)
+        held: bool,
+        above: int,
+        changes: Sequence[_Change],
+    ) -> tuple[list[bool], list[Job], float, list[_Ticket | None]]:
+        """The tombstones and the leases are one write; of what was changed
+        nothing is leased yet, so that all is read before anything is written."""
+        index = self._index
+        index.ripen(time.time())
+        jobs, leases = self._lease_next(n, seconds, held, above)
+        lines, made = self._lines(changes)
+        tickets = [self._append(file, lines[file]) for file in (0, 2) if lines[file]]
+        try:
+            if lines[1] or leases:
+                ticket = self._append(1, lines[1] + leases, durable=bool(lines[1]))
+                tickets.append(ticket)
+        except OSError:
+            if lines[1] or not tickets:
+                raise
+            jobs, leases = [], []  # the changes are made, and that must be told
+            index.discard()
+        for job, line in zip(jobs, leases):
+            index.tokens[line.key] = cast(str, job.token)
+        if not jobs:
+            self._compact_beyond(_IDLE_SLACK)
+        return made, jobs, 0.0 if index.counts[_PENDING] else index.next_due(), tickets
 
-    def _pick(
-        self, n: int, lapsed: collections.deque[_Lease]
-    ) -> list[tuple[_Record, int, str | None]]:
-        """Take up to n jobs: by priority; in one priority first those of dead
-        holders, then in the order of the pending file."""
-        picks: list[tuple[_Record, int, str | None]] = []
-        while len(picks) < n:
+    def _lease_next(
+        self, n: int, seconds: float, held: bool, above: int
+    ) -> tuple[list[Job], list[_Line]]:
+        holder, jobs, leases = None, [], []
+        for record in self._pick(n, above):
+            holder = self._live_holder() if held and not holder else holder
+            get = record.fields.get
+            counts = record.fields["attempts"] + 1, get("lapses", 0), get("last_error")
+            change = _Change("", None, "inflight", seconds, None, *counts, self.fresh())
+            job, line = self._lease(record, change, holder)
+            jobs.append(job)
+            leases.append(line)
+        return jobs, leases
+
+    def _pick(self, n: int, above: int) -> list[_Record]:
+        """The first jobs by priority, then in the order of the pending file."""
+        picked: list[_Record] = []
+        while len(picked) < n:
             order = self._index.first_order()
-            if lapsed and (order is None or lapsed[0].priority >= order.priority):
-                lease = lapsed.popleft()
-                entry = self._index.entries.get(lease.key, _DONE)
-                if entry & 7 != _INFLIGHT or entry >> 3 & _REV_MASK != lease.rev:
-                    continue  # another process was faster, or it was settled
-                record = self._record(lease.key, entry)
-                picks.append((record, lease.lapses + 1, self._reason(lease)))
-                continue
-            if order is None:
+            if order is None or order.priority <= above:
                 break
             head = self._head(order)
             if head is not None:
                 order.pop()
-                get = head.fields.get
-                picks.append((head, get("lapses", 0), get("last_error")))
-        return picks
+                picked.append(head)
+        return picked
 
     def _head(self, order: _Order) -> _Record | None:
         """The job at the head of an order; None if that was left by a change."""
@@ -2273,6 +2373,123 @@ class _FileLeases(_FileCore):
         here = entry >> 64 == place and entry & 7 == _PENDING
         return record if here else None
 
+    def _lease(
+        self, record: _Record, change: _Change, holder: _Holder | None
+    ) -> tuple[Job, _Line]:
+        """A job with its lease, and the line that says so."""
+        now, fields, token = time.time(), record.fields, cast(str, change.token)
+        begun = (
+            fields.get("leased_at") if change.attempts == fields["attempts"] else None
+        )
+        number = holder.number if holder else 0
+        stamp = _stamp(token, number, time.monotonic(), now, change.seconds, begun)
+        rev = self._index.next_rev(record.key)
+        line = record.change(_INFLIGHT, rev, fields["run_at"], stamp, change)
+        fields.update(
+            attempts=change.attempts,
+            lapses=change.crashes,
+            last_error=change.error,
+            token=token,
+            leased_at=now if begun is None else begun,
+            lease_until=now + change.seconds,
+        )
+        return self._job(record._replace(rev=rev), "inflight", holder), line
+
+    # Change, renew
+
+    def change(self, changes: Sequence[_Change], connection: Any = None) -> list[bool]:
+        made, tickets = self._transact(self._change, changes)
+        self._commit(tickets)
+        return cast("list[bool]", made)
+
+    def _change(
+        self, changes: Sequence[_Change]
+    ) -> tuple[list[bool], list[_Ticket | None]]:
+        lines, made = self._lines(changes)
+        return made, [
+            self._append(file, part)
+            for file in (0, 2, 1)
+            for part in _parts(lines[file])
+        ]
+
+    def _lines(
+        self, changes: Sequence[_Change]
+    ) -> tuple[list[list[_Line]], list[bool]]:
+        """The lines of those changes whose fence holds, by file."""
+        lines: list[list[_Line]] = [[], [], []]
+        made = []
+        for change in changes:
+            key = _key(change.id)
+            entry = self._fenced(key, change.fence)
+            made.append(entry is not None)
+            if entry is not None:
+                line = self._next_line(key, entry, change)
+                lines[_FILE_OF[line.state]].append(line)
+        return lines, made
+
+    def _fenced(self, key: bytes, fence: str | int | None) -> int | None:
+        """A live job's entry, if its lease's token (I6) or its rev is the fence."""
+        entry = self._index.entries.get(key, _DONE)
+        state = entry & 7
+        if state == _DONE or fence is None:
+            return None if state == _DONE else entry
+        if isinstance(fence, int):
+            return entry if entry >> 3 & _REV_MASK == fence else None
+        if state != _INFLIGHT:
+            return None
+        token = self._index.tokens.get(key)
+        if token is None:
+            token = self._record(key, entry).fields.get("token")
+        return entry if token == fence else None
+
+    def _next_line(self, key: bytes, entry: int, change: _Change) -> _Line:
+        rev = self._index.next_rev(key)
+        if change.state == "done":
+            line = _sealed(f'{{"id":"{key.decode()}","rev":{rev},"done":true')
+            return _Line(line, key, rev, _DONE, 0, 0.0)
+        record = self._record(key, entry)
+        state, run_at, extra = _DEAD, record.fields["run_at"], ""
+        if change.state == "dead":
+            extra = f'"leased_at":{record.fields.get("leased_at", 0)},'
+        else:
+            now = time.time()
+            run_at = now + change.seconds if change.seconds else change.at or 0.0
+            state = _DELAYED if run_at > now else _PENDING
+        return record.change(state, rev, run_at, extra, change)
+
+    def renew(self, changes: Sequence[_Change], held: bool) -> list[Job | None]:
+        jobs, ticket = self._transact(self._renew, changes, held)
+        self._commit([ticket])
+        return cast("list[Job | None]", jobs)
+
+    def _renew(
+        self, changes: Sequence[_Change], held: bool
+    ) -> tuple[list[Job | None], _Ticket | None]:
+        jobs: list[Job | None] = []
+        lines = []
+        for change in changes:
+            key = _key(change.id)
+            entry = self._fenced(key, change.fence)
+            if entry is None:
+                jobs.append(None)
+                continue
+            record = self._record(key, entry)
+            ours = held and (
+                change.token != change.fence or record.fields.get("holder")
+            )
+            job, line = self._lease(
+                record, change, self._live_holder() if ours else None
+            )
+            jobs.append(job)
+            lines.append(line)
+        if not lines:
+            return jobs, None
+        # What a move holds must be held after a power cut, too.
+        ticket = self._append(1, lines, durable=not held)
+        for job in filter(None, jobs):
+            self._index.tokens[_key(job.id)] = cast(str, job.token)
+        return jobs, ticket
+
     # Who is alive
 
     def _live_holder(self) -> _Holder | None:
@@ -2288,12 +2505,17 @@ class _FileLeases(_FileCore):
         for key in index.unlooked:
             entry = index.entries.get(key, _DONE)
             if entry & 7 == _INFLIGHT:
-                index.leases[key] = _Lease.of(self._record(key, entry))
+                index.leases[key] = _Lease.of(
+                    self._record(key, entry), self._max_retries
+                )
         index.unlooked.clear()
         return list(index.leases.values())
 
-    def _over(self, clock: float, now: float, older_than: float) -> list[_Lease]:
-        """Leases that ended unsettled; sets their reason."""
+    def expired(self, older_than: float) -> list[_Expired]:
+        return cast("list[_Expired]", self._transact(self._expired, older_than))
+
+    def _expired(self, older_than: float) -> list[_Expired]:
+        clock, now = time.monotonic(), time.time()
         alive: dict[int, bool] = {}
         mine = self._holder.number if self._holder else 0
         over = []
@@ -2303,300 +2525,17 @@ class _FileLeases(_FileCore):
                 alive[number] = number == mine or self._lock.holds(number)
             reason = lease.over(alive.get(number), clock, now, older_than)
             if reason:
-                over.append(lease._replace(reason=reason))
-        entries = self._index.entries  # in the order of the file, for everybody
-        return sorted(over, key=lambda lease: entries[lease.key] >> 64)
+                place = self._index.entries[lease.key] >> 64
+                over.append((place, lease.job._replace(reason=reason)))
+        return [job for _, job in sorted(over)]  # in the order of the file
 
-    def lapsed(self, older_than: float) -> list[_Lapse]:
-        return cast("list[_Lapse]", self._transact(self._lapsed, older_than))
+    # Looking
 
-    def _lapsed(self, older_than: float) -> list[_Lapse]:
-        over = self._over(time.monotonic(), time.time(), older_than)
-        return [self._lapse(lease) for lease in over]
-
-    def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
-        if not verdicts:
-            return 0
-        count, tickets = self._transact(self._give_back, verdicts)
-        self._commit(*tickets)
-        return cast(int, count)
-
-    def _give_back(
-        self, verdicts: Sequence[tuple[_Lapse, float | None, str]]
-    ) -> tuple[int, list[_Ticket | None]]:
-        index, now = self._index, time.time()
-        moves: dict[int, list[_Change]] = {0: [], 2: []}
-        for lapse, delay, error in verdicts:
-            key = _key(lapse.id)
-            entry = index.entries.get(key, _DONE)
-            if entry & 7 != _INFLIGHT or entry >> 3 & _REV_MASK != lapse.rev:
-                continue  # somebody else was faster
-            record = self._record(key, entry)
-            extra = f'"lapses":{lapse.lapses + 1},'
-            if delay is None:
-                moves[2].append(self._dead(record, error, extra))
-            else:
-                run_at = now + delay if delay else 0.0
-                moves[0].append(self._pending(record, run_at, error, extra))
-        return sum(map(len, moves.values())), self._append_moves(moves)
-
-    def _append_moves(self, moves: dict[int, list[_Change]]) -> list[_Ticket | None]:
-        return [
-            self._append(self._store.files[file], changes, durable=True, spare=True)
-            for file, changes in moves.items()
-            if changes
-        ]
-
-
-class _FileMoves(_FileLeases):
-    """Jobs on their way to another queue or from one; each step is synced,
-    since the next lets the other side forget."""
-
-    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
-        parcels, ticket = self._transact(self._hold, state, n, seconds, prefix)
-        self._commit(ticket)
-        return cast("list[_Parcel]", parcels)
-
-    def _hold(
-        self, state: str, n: int, seconds: float, prefix: str
-    ) -> tuple[list[_Parcel], _Ticket | None]:
-        records = self._dead_records(n) if state == "dead" else self._waiting(n)
-        tokens = [f"{prefix}{self._fresh()}-{state}" for _ in records]
-        parcels = list(map(self._parcel, records, tokens))
-        return parcels, self._lease_moved(records, parcels, seconds)
-
-    def _waiting(self, n: int) -> list[_Record]:
-        """In the order of delivery, then those not due, the earliest first."""
-        index = self._index
-        records = [record for record, _, _ in self._pick(n, collections.deque())]
-        while len(records) < n and index.next_due() < math.inf:
-            *_, key = heapq.heappop(index.delayed)
-            records.append(self._record(key, index.entries[key]))
-        return records
-
-    def _dead_records(self, n: int) -> list[_Record]:
-        return [self._record(key, entry) for entry, key in self._index.live(2)[:n]]
-
-    def _parcel(self, record: _Record, token: str) -> _Parcel:
-        fields, state = record.fields, _moved_state(token)
-        return _Parcel(
-            fields["id"],
-            _encode(fields["payload"]),
-            state,
-            fields["attempts"],
-            fields["priority"],
-            float(fields["created_at"]),
-            float(fields["run_at"]),
-            fields.get("leased_at") if state == "dead" else None,
-            fields.get("last_error"),
-            fields.get("max_retries"),
-            fields.get("lapses", 0),
-            token,
-        )
-
-    def _lease_moved(
-        self, records: Sequence[_Record], parcels: Sequence[_Parcel], seconds: float
-    ) -> _Ticket | None:
-        """Uncounted leases without a holder, under the parcels' tokens."""
-        now, clock = time.time(), time.monotonic()
-        changes = []
-        for record, parcel in zip(records, parcels):
-            stamp = _stamp(parcel.token, 0, clock, now, seconds, parcel.leased_at)
-            if parcel.lapses:
-                stamp += f'"lapses":{parcel.lapses},'
-            rev = self._index.next_rev(record.key)
-            attempts, run_at, error = parcel.attempts, parcel.run_at, parcel.last_error
-            change = record.change(_INFLIGHT, rev, attempts, run_at, stamp, error)
-            changes.append(change)
-        if not changes:
-            return None
-        return self._append(self._store.files[1], changes, durable=True, spare=True)
-
-    def held(self, prefix: str) -> list[_Parcel]:
-        return cast("list[_Parcel]", self._transact(self._find_held, prefix))
-
-    def _find_held(self, prefix: str) -> list[_Parcel]:
-        records = [self._record(key, entry) for entry, key in self._index.live(1)]
-        tokens = [str(record.fields.get("token", "")) for record in records]
-        return [
-            self._parcel(record, token)
-            for record, token in zip(records, tokens)
-            if token.startswith(prefix)
-        ]
-
-    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
-        parcels, ticket = self._transact(self._rehold, seconds, prefix)
-        self._commit(ticket)
-        return cast("list[_Parcel]", parcels)
-
-    def _rehold(
-        self, seconds: float, prefix: str
-    ) -> tuple[list[_Parcel], _Ticket | None]:
-        parcels = [
-            parcel._replace(token=f"{prefix}{self._fresh()}-{parcel.state}")
-            for parcel in self._find_held(prefix)
-        ]
-        keys = [_key(parcel.id) for parcel in parcels]
-        records = [self._record(key, self._index.entries[key]) for key in keys]
-        return parcels, self._lease_moved(records, parcels, seconds)
-
-    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        self._commit(self._transact(self._adopt, parcels, seconds))
-
-    def _adopt(self, parcels: Sequence[_Parcel], seconds: float) -> _Ticket | None:
-        index, records = self._index, []
-        for parcel in parcels:
-            key = _key(parcel.id)
-            entry = index.entries.get(key, _DONE)
-            if entry & 7 != _DONE:
-                raise self._duplicate(self._job(self._record(key, entry), entry))
-            limit = ""
-            if parcel.max_retries is not None:
-                limit = f'"max_retries":{parcel.max_retries},'
-            rest = f'"created_at":{parcel.created_at},{limit}"payload":{parcel.text}'
-            records.append(_Record(key, 0, {"priority": parcel.priority}, rest))
-        return self._lease_moved(records, parcels, seconds)
-
-    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
-        lost, ticket = self._transact(self._drop, parcels)
-        self._commit(ticket)
-        return cast("set[str]", lost)
-
-    def _drop(self, parcels: Sequence[_Parcel]) -> tuple[set[str], _Ticket | None]:
-        ours = [parcel for parcel in parcels if self._has_lease(parcel)]
-        lost = {parcel.id for parcel in parcels} - {parcel.id for parcel in ours}
-        changes = [self._tombstone(_key(parcel.id)) for parcel in ours]
-        if not changes:
-            return lost, None
-        files = self._store.files
-        return lost, self._append(files[1], changes, durable=True, spare=True)
-
-    def _has_lease(self, parcel: _Parcel) -> bool:
-        entry = self._index.entries.get(_key(parcel.id), _DONE)
-        if entry & 7 != _INFLIGHT:
-            return False
-        token = self._record(_key(parcel.id), entry).fields.get("token")
-        return bool(token == parcel.token)
-
-    def let_go(self, parcels: Sequence[_Parcel]) -> None:
-        self._commit(*self._transact(self._let_go, parcels))
-
-    def _let_go(self, parcels: Sequence[_Parcel]) -> list[_Ticket | None]:
-        moves: dict[int, list[_Change]] = {0: [], 2: []}
-        for parcel in filter(self._has_lease, parcels):
-            key = _key(parcel.id)
-            record = self._record(key, self._index.entries[key])
-            extra = f'"lapses":{parcel.lapses},' if parcel.lapses else ""
-            if parcel.state == "dead":
-                moves[2].append(self._dead(record, parcel.last_error, extra))
-            else:
-                run_at, error = parcel.run_at, parcel.last_error
-                moves[0].append(self._pending(record, run_at, error, extra))
-        return self._append_moves(moves)
-
-
-class _FileEngine(_FileMoves):
-    """The engine for a directory; see the module's docstring, I1 to I9."""
-
-    # Settle, extend
-
-    def settle(
-        self,
-        job: Job,
-        outcome: str,
-        delay: float = 0.0,
-        error: str | None = None,
-        counted: bool = True,
-        connection: Any = None,
-    ) -> None:
-        settle = getattr(self, f"_settle_{outcome}")
-        self._commit(self._transact(settle, job, delay, error, counted))
-
-    def _settle_done(self, job: Job, *_: object) -> _Ticket | None:
-        key = _key(job.id)
-        self._check_lease(key, job)
-        return self._append(
-            self._store.files[1], [self._tombstone(key)], durable=True, spare=True
-        )
-
-    def _settle_pending(
-        self, job: Job, delay: float, error: str | None, counted: bool
-    ) -> _Ticket | None:
-        key = _key(job.id)
-        record = self._record(key, self._check_lease(key, job))
-        extra = ""
-        if not counted:
-            record.fields["attempts"] -= 1
-            error = record.fields.get("last_error")
-            lapses = record.fields.get("lapses")
-            extra = f'"lapses":{lapses},' if lapses else ""
-        change = self._pending(
-            record, time.time() + delay if delay else 0.0, error, extra
-        )
-        return self._append(self._store.files[0], [change], durable=True, spare=True)
-
-    def _settle_dead(self, job: Job, _: float, error: str | None, *__: object) -> Any:
-        key = _key(job.id)
-        record = self._record(key, self._check_lease(key, job))
-        change = self._dead(record, error, "")
-        return self._append(self._store.files[2], [change], durable=True, spare=True)
-
-    def _check_lease(self, key: bytes, job: Job) -> int:
-        """The token is the fence (I6)."""
-        entry = self._index.entries.get(key, _DONE)
-        if entry & 7 == _INFLIGHT:
-            token = self._index.tokens.get(key)
-            if token is None:
-                token = self._record(key, entry).fields.get("token")
-            if token == job.token:
-                return entry
-        raise self._lost(job)
-
-    def extend(self, job: Job, seconds: float) -> Job:
-        return cast(Job, self._transact(self._extend, job, seconds))
-
-    def _extend(self, job: Job, seconds: float) -> Job:
-        index, key = self._index, _key(job.id)
-        record = self._record(key, self._check_lease(key, job))
-        fields, token = record.fields, cast(str, job.token)
-        now = time.time()
-        leased_at = fields.get("leased_at", now)
-        holder = self._live_holder() if fields.get("holder") else None
-        number = holder.number if holder else 0
-        extra = _stamp(token, number, time.monotonic(), now, seconds, leased_at)
-        if fields.get("lapses"):
-            extra += f'"lapses":{fields["lapses"]},'
-        change = record.change(
-            _INFLIGHT,
-            index.next_rev(key),
-            fields["attempts"],
-            fields["run_at"],
-            extra,
-            fields.get("last_error"),
-        )
-        self._append(self._store.files[1], [change], spare=True)
-        index.tokens[key] = token
-        return self._leased_job(record, token, leased_at, now, seconds, holder, True)
-
-    # Looking, removing, replaying
-
-    def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
+    def records(
+        self, state: str | None, limit: int | None = None, untouched: float = 0.0
+    ) -> Iterator[Job]:
         snapshot = self._transact(self._snapshot, state, limit, write=False)
-        return (
-            self._view(self._reread(inode, entry), name)
-            for inode, name, entries in snapshot
-            for entry in entries
-        )
-
-    def _reread(self, inode: _Inode, entry: int) -> _Record:
-        try:
-            return _read_record(inode.read(entry >> 64, (entry >> 32 & _MASK) - 1))
-        except _StaleError:
-            raise QueueError(
-                f"queue {self.path!r}: a file was changed in place while jobs() read"
-                " it; call it again",
-                path=self.path,
-            ) from None
+        return self._view(snapshot, time.time() - untouched if untouched else math.inf)
 
     def _snapshot(
         self, state: str | None, limit: int | None
@@ -2611,89 +2550,37 @@ class _FileEngine(_FileMoves):
                 snapshot.append((data.inode, name, entries))
         return snapshot
 
-    def find(self, id: str) -> Job:
-        return cast(Job, self._transact(self._find, id, write=False))
+    def _view(
+        self, snapshot: list[tuple[_Inode, str, list[int]]], until: float
+    ) -> Iterator[Job]:
+        for inode, state, entries in snapshot:
+            for entry in entries:
+                job = self._reread(inode, state, entry)
+                if max(job.created_at, job.leased_at or 0.0) <= until:
+                    yield job
 
-    def _find(self, id: str) -> Job:
+    def _reread(self, inode: _Inode, state: str, entry: int) -> Job:
+        try:
+            line = inode.read(entry >> 64, (entry >> 32 & _MASK) - 1)
+            return self._job(_read_record(line), state)
+        except _StaleError:
+            raise QueueError(
+                f"queue {self.path!r}: a file was changed in place while jobs() read"
+                " it; call it again",
+                path=self.path,
+            ) from None
+        except OSError as exc:
+            raise self._refused(exc) from exc
+
+    def find(self, id: str) -> Job | None:
+        return cast("Job | None", self._transact(self._find, id, write=False))
+
+    def _find(self, id: str) -> Job | None:
         key = _key(id)
         entry = self._index.entries.get(key, _DONE)
         if entry & 7 == _DONE:
-            raise self._unknown(id, "pending, inflight or dead")
-        return self._job(self._record(key, entry), entry)
-
-    def requeue(self, id: str | None) -> int:
-        keys = None if id is None else [_key(id)]
-        return self._change_many(self._requeue, keys, id)
-
-    def _requeue(self, keys: list[bytes] | None, id: str | None) -> Iterator[_Change]:
-        index = self._index
-        if keys is None:
-            keys = [key for _, key in index.live(2)]
-        for key in keys:
-            entry = index.entries.get(key, _DONE)
-            if entry & 7 != _DEAD:  # only the one that was asked for can be so
-                raise self._unknown(cast(str, id), "dead")
-            record = self._record(key, entry)
-            record.fields["attempts"] = 0
-            yield self._pending(record, 0.0, record.fields.get("last_error"))
-
-    def remove(self, id: str) -> bool:
-        return bool(self._change_many(self._remove, [_key(id)]))
-
-    def _remove(self, keys: list[bytes]) -> Iterator[_Change]:
-        for key in keys:
-            if self._index.entries.get(key, _DONE) & 7 != _DONE:
-                yield self._tombstone(key)
-
-    def purge(self, state: str, older_than: float) -> int:
-        return self._change_many(self._purge, _NAME_OF.index(state), older_than)
-
-    def _purge(self, file: int, older_than: float) -> Iterator[_Change]:
-        now = time.time()
-        for entry, key in self._index.live(file):
-            if older_than:
-                fields = self._record(key, entry).fields
-                since = max(fields["created_at"], fields.get("leased_at", 0))
-                if now - since < older_than:
-                    continue
-            yield self._tombstone(key)
-
-    def _change_many(self, make: Callable[..., Iterator[_Change]], *args: Any) -> int:
-        """Append many single changes, in writes of bounded size."""
-        total, more = 0, True
-        while more:
-            count, tickets, more = self._transact(self._changes, make, args)
-            self._commit(*tickets)
-            total += count
-        return total
-
-    def _changes(
-        self, make: Callable[..., Iterator[_Change]], args: Any
-    ) -> tuple[int, list[_Ticket | None], bool]:
-        """Whether there may be more: a stale index must not undo the count."""
-        count = size = 0
-        tickets: list[_Ticket | None] = []
-        group: list[_Change] = []
-        try:
-            for change in make(*args):
-                group.append(change)
-                size += len(change.line)
-                if size > _MIB:
-                    tickets.append(self._append_group(group))
-                    count += len(group)
-                    group, size = [], 0
-        except _StaleError:
-            if not count:
-                raise
-            self._index.discard()
-            return count, tickets, True
-        if group:
-            tickets.append(self._append_group(group))
-        return count + len(group), tickets, False
-
-    def _append_group(self, group: list[_Change]) -> _Ticket | None:
-        file = _FILE_OF[group[0].state]
-        return self._append(self._store.files[file], group, durable=True, spare=True)
+            return None
+        return self._job(self._record(key, entry), _NAME_OF[_FILE_OF[entry & 7]])
 
     def names(self) -> list[str] | None:
         try:
@@ -2739,20 +2626,20 @@ class _FileEngine(_FileMoves):
     # Waiting, verifying, closing
 
     def wait(self, seen: object, seconds: float) -> None:
-        news, due = cast("tuple[int, float]", seen)
+        news, due = cast("tuple[int, float]", seen or (self._watch.news, math.inf))
         seconds = min(seconds, max(0.0, due - time.time()))
         self._watch.wait(news, self._store.files[0], seconds)
-        self._doze()
+        self._pause_after_lost_races()
 
-    def _doze(self) -> None:
+    def _pause_after_lost_races(self) -> None:
         """Who was woken again and again for jobs that others took sleeps on
         for some milliseconds, or each put would cost every waiting process a
         look.  Who took the last one does not, nor anybody when puts are rare.
         """
         losses, since = self._lost_races
-        losses = min(losses + 1, 4) if time.monotonic() - since < _RUSH else 0
+        losses = min(losses + 1, 4) if time.monotonic() - since < _QUICK else 0
         if losses:
-            time.sleep(random.uniform(0, losses * _DOZE))
+            time.sleep(random.uniform(0, losses * _PAUSE))
         self._lost_races = losses, time.monotonic()
 
     def verify(self) -> list[Damage]:
@@ -2772,11 +2659,9 @@ class _FileEngine(_FileMoves):
     def close(self) -> None:
         if self._closed:
             return
-        if self._pid != os.getpid():
-            self.forked()
         try:
-            if self._index.loaded and not self._store.readonly:
-                self._transact(self._last_compact)
+            if self._index.loaded:  # and empty files for a drained queue
+                self._transact(self._compact_beyond, 0, write=not self._store.readonly)
         except QueueError as exc:
             _log().warning("closing without compaction: %s", exc)
         try:
@@ -2790,12 +2675,18 @@ class _FileEngine(_FileMoves):
         finally:
             self._lock.release()  # once more, for the same reason as in _locked
 
-    def _last_compact(self) -> None:
-        """Cheap, and empty files for a drained queue; a large backlog is not
-        rewritten for a few superseded lines."""
-        index = self._index
-        if index.superseded > index.live_bytes:
-            self._try_compact()
+
+def _parts(lines: list[_Line]) -> Iterator[list[_Line]]:
+    """Writes of bounded size, or one line."""
+    part, size = [], 0
+    for line in lines:
+        part.append(line)
+        size += len(line.line)
+        if size > _MIB:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 # Lines
@@ -2832,7 +2723,7 @@ class _StaleError(Exception):
     """A file does not hold what the index remembers."""
 
 
-class _Change(NamedTuple):
+class _Line(NamedTuple):
     """A line to append, and what the index needs of it."""
 
     line: bytes
@@ -2843,7 +2734,7 @@ class _Change(NamedTuple):
     run_at: float
 
 
-_make_change: Any = functools.partial(tuple.__new__, _Change)
+_make_line: Any = functools.partial(tuple.__new__, _Line)
 
 
 class _Record(NamedTuple):
@@ -2855,57 +2746,48 @@ class _Record(NamedTuple):
     rest: str  # from "created_at" to the payload's end, spliced when it moves
 
     def change(
-        self,
-        state: int,
-        rev: int,
-        attempts: int,
-        run_at: float,
-        extra: str,
-        error: str | None,
-    ) -> _Change:
+        self, state: int, rev: int, run_at: float, extra: str, change: _Change
+    ) -> _Line:
         """This job's next line."""
-        note = "" if error is None else f'"last_error":{_quote(error)},'
+        if change.crashes:
+            extra += f'"lapses":{change.crashes},'
+        if change.error is not None:
+            extra += f'"last_error":{_quote(change.error)},'
         priority = self.fields["priority"]
         line = _sealed(
-            f'{{"id":"{self.key.decode()}","rev":{rev},"attempts":{attempts},'
-            f'"priority":{priority},"run_at":{run_at or 0},{extra}{note}{self.rest}'
+            f'{{"id":"{self.key.decode()}","rev":{rev},"attempts":{change.attempts},'
+            f'"priority":{priority},"run_at":{run_at or 0},{extra}{self.rest}'
         )
-        return _Change(line, self.key, rev, state, priority, run_at)
+        return _Line(line, self.key, rev, state, priority, run_at)
 
 
 class _Lease(NamedTuple):
     """What tells whether an inflight job's lease is over."""
 
     key: bytes
-    id: str
-    rev: int
-    attempts: int
-    priority: int
-    max_retries: int | None
-    lapses: int
+    job: _Expired  # if it is over
     holder: int  # 0: no proof of life
     clock: float  # monotonic, at the last renewal
     renewed_at: float
     length: float
-    reason: str = ""
 
     @classmethod
-    def of(cls, record: _Record) -> _Lease:
-        get = record.fields.get
+    def of(cls, record: _Record, max_retries: int) -> _Lease:
+        fields, get = record.fields, record.fields.get
         leased_at = get("leased_at", 0.0)
         renewed_at = get("renewed_at", leased_at)
-        return cls(
-            record.key,
-            record.fields["id"],
+        job = _Expired(
+            fields["id"],
             record.rev,
-            record.fields["attempts"],
-            record.fields["priority"],
-            get("max_retries"),
+            fields["attempts"],
+            get("max_retries", max_retries),
             get("lapses", 0),
-            get("holder", 0),
-            get("clock", 0.0),
-            renewed_at,
-            get("lease_until", leased_at) - renewed_at,
+            fields["priority"],
+            "",
+        )
+        length = get("lease_until", leased_at) - renewed_at
+        return cls(
+            record.key, job, get("holder", 0), get("clock", 0.0), renewed_at, length
         )
 
     def over(
@@ -3241,7 +3123,7 @@ class _Index:
         rev = _rev_of(self.entries.get(key, 0))
         return max(rev, self.burnt.get(key, 0)) + 1
 
-    def burn(self, changes: Sequence[_Change]) -> None:
+    def burn(self, changes: Sequence[_Line]) -> None:
         """A failed write may come back in part: its revs are used up."""
         if self.loaded:  # else only generated ids, which are never put again
             for change in changes:
@@ -3306,7 +3188,7 @@ class _Index:
             state = _DELAYED
         self._apply(key, rev, state, place, len(line) + 1, priority, run_at)
 
-    def learn(self, file: int, changes: Sequence[_Change], block: bytes) -> None:
+    def learn(self, file: int, changes: Sequence[_Line], block: bytes) -> None:
         """Index lines just written to a file that was read to its end."""
         dirty, self.dirty = self.dirty, True
         place = self.read[file]
@@ -3589,10 +3471,10 @@ class _Inode:
         self.checked = False  # whether the last write's lines were counted
         self.unended = -1  # where a newline is missing that may not be written
         self.named = False  # whether the name is durable
-        self.cond = threading.Condition()
+        self.lock = threading.RLock()
+        self.syncing = threading.RLock()
         self.issued = self.synced = 0  # numbers of tickets
-        self.unsynced: list[tuple[int, Sequence[_Change]]] = []
-        self.leader = 0  # the thread that syncs for all
+        self.unsynced: list[tuple[int, Sequence[_Line]]] = []
         self.failed = False
 
     @property
@@ -3936,82 +3818,66 @@ class _Store:
 
     # What is on disk
 
-    def ticket(self, data: _Data, changes: Sequence[_Change]) -> _Ticket | None:
+    def ticket(self, data: _Data, changes: Sequence[_Line]) -> _Ticket | None:
         """Enter what was just appended for the next sync of its file."""
         if not self.fsync:
             return None
         inode = cast(_Inode, data.inode)
-        with inode.cond:
+        with inode.lock:
             inode.issued += 1
             inode.unsynced.append((inode.issued, changes))
             return _Ticket(inode, inode.issued)
 
     def commit(self, *tickets: _Ticket | None) -> None:
-        """Wait until the tickets' writes are on disk; holds no lock.
+        """Sync the tickets' writes, unless another thread has; holds no lock.
 
-        Of the threads that wait, one syncs for all that have appended by
-        then (group commit).  A failed sync fails every write not yet synced.
+        Who waits for another's sync has appended meanwhile, as have others: the
+        next one syncs for all (group commit).  A failed sync fails every write
+        not yet synced.
         """
         for ticket in tickets:
-            if ticket is not None:
-                inode, number = ticket
-                while inode.synced < number and not self._committed(inode, number):
-                    pass
+            if ticket is not None and not self._is_synced(*ticket):
+                raise QueueError(
+                    f"queue {self.path!r}: the disk failed to sync, so nothing was"
+                    " acknowledged; the queue repairs its files at the next call",
+                    path=self.path,
+                    errno=errno.EIO,
+                )
 
-    def _committed(self, inode: _Inode, number: int) -> bool:
-        """Wait for another thread's sync, or do one for all; True when this
-        ticket is on disk."""
-        me, leads = threading.get_ident(), False
-        try:
-            with inode.cond:
-                # A signal handler may put while its own thread is the leader.
-                while inode.synced < number and inode.leader not in (0, me):
-                    inode.cond.wait()
-                if inode.synced >= number:
-                    return True
-                if inode.failed:
-                    raise QueueError(
-                        f"queue {self.path!r}: the disk failed to sync, so nothing was"
-                        " acknowledged; the queue repairs its files at the next call",
-                        path=self.path,
-                        errno=errno.EIO,
-                    )
-                leads, inode.leader = not inode.leader, me
-            self._sync_inode(inode)
-            return False
-        finally:
-            if leads:
-                with inode.cond:
-                    inode.leader = 0
-                    inode.cond.notify_all()
+    def _is_synced(self, inode: _Inode, number: int) -> bool:
+        """Sync a file and its name, for all tickets issued so far.
 
-    def _sync_inode(self, inode: _Inode) -> None:
-        """Sync a file and its name, for all tickets issued so far."""
-        target = inode.issued
-        try:
-            inode.sync()
-            if not inode.named:
-                self.sync_directory()
-                inode.named = True
-        except OSError as exc:
-            with inode.cond:
+        One thread at a time: a sync that succeeds beside a failing one may have
+        lost its bytes to it.
+        """
+        with inode.syncing:
+            if inode.synced >= number or inode.failed:
+                return inode.synced >= number
+            target = inode.issued
+            try:
+                inode.sync()
+                if not inode.named:
+                    self.sync_directory()
+                    inode.named = True
+            except OSError as exc:
                 inode.failed = True
-            self.sick.append(inode)
-            _log().error("sync of queue %r failed: %s", self.path, exc)
-            return
-        with inode.cond:
-            if inode.failed:
-                return
-            inode.synced = max(target, inode.synced)
-            while inode.unsynced and inode.unsynced[0][0] <= target:
-                del inode.unsynced[0]
+                self.sick.append(inode)
+                _log().error("sync of queue %r failed: %s", self.path, exc)
+                return False
+            if not inode.failed:  # by a signal handler's sync meanwhile
+                with inode.lock:
+                    inode.synced = target
+                    while inode.unsynced and inode.unsynced[0][0] <= target:
+                        del inode.unsynced[0]
+            return inode.synced >= number
 
     def make_durable(self) -> None:
         """Sync every data file as it stands, and their names (I4)."""
         for data in self.files:
             inode = cast(_Inode, data.inode)
-            self._sync_inode(inode)
-            if inode.failed:
+            with inode.lock:
+                inode.issued += 1  # others may have written what none has synced
+            if not self._is_synced(inode, inode.issued):
                 raise OSError(errno.EIO, "sync failed", data.path)
 
     def sync_directory(self) -> None:
@@ -4033,7 +3899,7 @@ class _Store:
         lines of the failed operations (I9)."""
         sick = list(self.sick)
         for inode in sick:
-            with inode.cond:
+            with inode.lock:
                 if inode.failed:
                     for _, changes in inode.unsynced:
                         self._void.update(_plain(change.line) for change in changes)
@@ -4582,17 +4448,173 @@ def _ear() -> _Ear:
         return _Ear()
 
 
-# Databases: what their engines share
+# Databases: one engine, two dialects
 # =============================================================================
 
+# One row is one live job, and a settled one is gone.  The two kinds of pending
+# are `ready` and `delayed`.  `place` is the order of all changes: jobs wait, are
+# leased and are dead in it, and each change of one but becoming due gives it the
+# last.  Words in capitals stand for what the dialects say differently (words):
+# NOW and CLOCK are their clocks, NEXT is the next place, and READY, DELAYED,
+# INFLIGHT and DEAD are the table by the index of that name.
+_SQL_FORMAT = 2  # raised by any change to the tables
+_SQL_PAGE = 500  # jobs that a statement of records() reads
+_SQL_DUE = 1000  # delayed jobs that one statement makes ready
+_SQL_TABLES = (
+    """CREATE TABLE  -- which queues are here, and how their rows are to be read
+    IF NOT EXISTS QUEUES (
+        name TEXT PRIMARY KEY,
+        format INTEGER NOT NULL
+    )""",
+    """CREATE TABLE  -- payload last: what stands before it is read without it
+    IF NOT EXISTS JOBS (
+        place SERIAL,
+        rev BIGINT NOT NULL,
+        created_at DOUBLE PRECISION NOT NULL,
+        run_at DOUBLE PRECISION NOT NULL,
+        leased_at DOUBLE PRECISION,
+        renewed_at DOUBLE PRECISION,
+        clock DOUBLE PRECISION,
+        lease_until DOUBLE PRECISION,
+        owner BIGINT NOT NULL DEFAULT 0,
+        attempts BIGINT NOT NULL,
+        crashes BIGINT NOT NULL,
+        max_retries BIGINT,
+        priority BIGINT NOT NULL,
+        state TEXT NOT NULL,
+        queue TEXT NOT NULL,
+        id TEXT NOT NULL,
+        token TEXT,
+        last_error TEXT,
+        payload JSON NOT NULL
+    )""",
+    """CREATE UNIQUE INDEX  -- an id is taken until its job is settled
+    IF NOT EXISTS tiny_queue_ids ON JOBS (queue, id)""",
+    """CREATE INDEX  -- the order of delivery
+    IF NOT EXISTS tiny_queue_ready ON JOBS (queue, priority DESC, place)
+    WHERE state = 'ready'""",
+    """CREATE INDEX  -- when the next one is due
+    IF NOT EXISTS tiny_queue_delayed ON JOBS (queue, run_at)
+    WHERE state = 'delayed'""",
+    """CREATE INDEX  -- the order of leases
+    IF NOT EXISTS tiny_queue_inflight ON JOBS (queue, place)
+    WHERE state = 'inflight'""",
+    """CREATE INDEX  -- the order of death
+    IF NOT EXISTS tiny_queue_dead ON JOBS (queue, place)
+    WHERE state = 'dead'""",
+)
+_SQL_QUEUES = """SELECT  -- rows of another format are not touched
+    name, FORMAT FROM QUEUES AS queue ORDER BY name"""
+_SQL_REGISTER = """INSERT  -- a drained queue is still there
+    INTO QUEUES (name, format) VALUES (:queue, :format) ON CONFLICT DO NOTHING"""
+_SQL_TOUCH = """UPDATE  -- I5: a commit of ours syncs those that it rests on
+    QUEUES SET format = format WHERE name = :queue"""
+_SQL_ROW = (
+    "id, CAST(payload AS text), state, attempts, priority, created_at, run_at,"
+    " leased_at, lease_until, last_error, max_retries, token, rev, crashes"
+)
+_SQL_NEW = (
+    "queue, id, rev, state, attempts, crashes, priority, created_at, run_at,"
+    " leased_at, max_retries, last_error, payload"
+)
+_SQL_CHANGE = """UPDATE  -- the new state whole; a delivery begins when attempts rise
+    JOBS SET place = NEXT, rev = rev + 1, attempts = :attempts, crashes = :crashes,
+        last_error = :error, state = CASE WHEN :state <> 'pending' THEN :state
+            WHEN coalesce(:at, NOW + :seconds) > NOW THEN 'delayed' ELSE 'ready' END,
+        run_at = CASE WHEN :state <> 'pending' THEN run_at
+            WHEN coalesce(:at, NOW + :seconds) > NOW THEN coalesce(:at, NOW + :seconds)
+            ELSE 0 END,
+        leased_at = CASE WHEN :state = 'pending' THEN NULL
+            WHEN :attempts > attempts THEN NOW ELSE leased_at END,
+        renewed_at = NOW, clock = CLOCK,
+        lease_until = CASE WHEN :state = 'inflight' THEN NOW + :seconds END,
+        owner = CASE WHEN :state <> 'inflight' OR (token = :token AND owner = 0)
+            THEN 0 ELSE :owner END, token = :token
+    WHERE queue = :queue AND id = :id"""
+_SQL_LEASE = _SQL_CHANGE.replace("place = NEXT, ", "")
+_SQL_DONE = """DELETE  -- a settled job leaves nothing
+    FROM JOBS WHERE queue = :queue AND id = :id"""
+_SQL_CHANGES = {  # by the new state, and by what the caller knows of the job
+    (state, kind): text + fence
+    for state, text in (
+        ("done", _SQL_DONE),
+        ("inflight", _SQL_LEASE),
+        ("pending", _SQL_CHANGE),
+        ("dead", _SQL_CHANGE),
+    )
+    for kind, fence in (
+        (str, " AND token = :fence"),  # I6: the token alone
+        (int, " AND rev = UNLOCKED"),  # only if nobody was, or is about to be, faster
+        (type(None), ""),
+    )
+}
+_SQL_FIND = f"""SELECT  -- whatever its state
+    {_SQL_ROW} FROM JOBS WHERE queue = :queue AND id = :id"""
+_SQL_EXPIRED = """SELECT  -- a living holder's lease is judged by the steady clock
+    id, rev, attempts, max_retries, crashes, priority, reason FROM (
+        SELECT id, rev, attempts, max_retries, crashes, priority, renewed_at, place,
+            CASE WHEN owner <> 0 AND owner NOT IN (LIVING) THEN 'holder died'
+            WHEN age >= lasts OR age < -1 THEN 'lease ran out'
+            WHEN age >= :older_than THEN 'not renewed' END AS reason
+        FROM (SELECT *, lease_until - renewed_at AS lasts,
+            CASE WHEN owner = 0 THEN NOW - renewed_at ELSE CLOCK - clock END AS age
+            FROM INFLIGHT WHERE OURS = :queue AND state = 'inflight') AS leased
+    ) AS judged WHERE reason IS NOT NULL ORDER BY renewed_at, place"""
+_SQL_LAST = """SELECT  -- what comes later is not part of a snapshot
+    coalesce(LAST, 0), NOW"""
+_SQL_RECORDS = {  # by state: a part, in order
+    state: f"""SELECT  -- what has changed since the snapshot is left out
+    place, {_SQL_ROW} FROM {table} WHERE queue = :queue AND {states}
+    AND place > :after AND place <= :last AND coalesce(leased_at, 0) <= :since
+    AND (:untouched = 0 OR NOW - GREATEST(created_at, coalesce(leased_at, 0))
+        >= :untouched) ORDER BY place LIMIT :n"""
+    for state, table, states in (
+        ("pending", "PLACED", "state IN ('ready', 'delayed')"),
+        ("inflight", "INFLIGHT", "state = 'inflight'"),
+        ("dead", "DEAD", "state = 'dead'"),
+    )
+}
+_SQL_COUNTS = """SELECT  -- in the order of Stats
+    count(*) FILTER (WHERE state IN ('ready', 'delayed')),
+    count(*) FILTER (WHERE state = 'delayed' AND run_at > NOW),
+    count(*) FILTER (WHERE state = 'inflight'),
+    count(*) FILTER (WHERE state = 'dead'), 0,
+    min(GREATEST(created_at, run_at))
+        FILTER (WHERE state = 'ready' OR (state = 'delayed' AND run_at <= NOW)),
+    min(run_at) FILTER (WHERE state = 'delayed' AND run_at > NOW), (SIZE)
+    FROM JOBS WHERE queue = :queue"""
 
-def _to_column(text: str) -> str:
+
+def _sql_of(change: _Change) -> str:
+    return _SQL_CHANGES[change.state, type(change.fence)]
+
+
+def _sql_fields(change: _Change, owner: int) -> dict[str, Any]:
+    """The parameters of its statement."""
+    id, fence, state, seconds, at, attempts, crashes, error, token = change
+    if state == "done":
+        return {"id": _to_column(id), "fence": fence}
+    return {
+        "id": _to_column(id),
+        "fence": fence,
+        "state": state,
+        "seconds": seconds,
+        "at": at,
+        "attempts": attempts,
+        "crashes": crashes,
+        "error": _to_column(error),
+        "token": token,
+        "owner": owner,
+    }
+
+
+def _to_column(text: str | None) -> str | None:
     """Any str as text that a database takes.
 
     Text with a NUL or half a surrogate pair goes in as a JSON string.  So does
     text with a backslash: a backslash tells the one form from the other.
     """
-    if "\\" in text or "\0" in text or _SURROGATE.search(text):
+    if text and ("\\" in text or "\0" in text or _SURROGATE.search(text)):
         return _quote(text)
     return text
 
@@ -4604,11 +4626,81 @@ def _from_column(text: str) -> str:
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class _Database(_Engine):
-    """A queue in rows: `ready` and `delayed` are the two kinds of pending."""
+def _as_it_is(payload: Any) -> Any:
+    return payload
+
+
+def _payload_of(text: str) -> Any:
+    """None for what somebody made no JSON by hand."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+class _AliveError(Exception):
+    """An id is alive, and ends the transaction that found it; the job is None
+    if it was settled meanwhile."""
+
+    def __init__(self, job: Job | None) -> None:
+        super().__init__()
+        self.job = job
+
+
+class _UnreachableError(Exception):
+    """No connection came about; its cause says why."""
+
+
+class _SqlLink:
+    """A connection's cursor, and what its next transaction is to know."""
+
+    doubt = False  # an earlier try of it may have been carried out
+    lazy = False  # a power cut may forget it
+    tell = False  # it may make a job due soon: who waits is to be woken
+    guest = False  # it is the caller's own
+    undo = ""  # what takes back a call in it
+
+    def __init__(self, connection: Any, cursor: Any) -> None:
+        self.connection, self.cursor = connection, cursor
+
+    def execute(self, text: str, params: Any) -> Any:
+        return self.cursor.execute(text, params)
+
+    def execute_each(self, text: str, rows: list[Any]) -> list[Any]:
+        """The first row that each execution returns, in one round trip."""
+        cursor, found, more = self.cursor, [], True
+        cursor.executemany(text, rows, returning=True)
+        while more:
+            found.append(cursor.fetchone())
+            more = cursor.nextset()
+        return found
+
+
+class _SqlEngine(_Engine):
+    """A queue in rows: the verbs of the contract, and transactions for them."""
 
     can_join = True
     can_compact = False
+    SECONDS = 0.0  # that it tries at least, however short lock_timeout is
+    PAUSES = (50e-6, 1e-3)  # before it tries again: the first, and the longest
+    _tables: tuple[str, ...] = _SQL_TABLES
+    # What a dialect brings along
+    _driver: Any  # the module
+    _words: dict[str, str]  # what it says for the words in capitals
+    _spelt: Any  # text -> statement, with parameters in the driver's style
+    _common: Any  # link -> parameters that each statement has
+    _lend: Any  # lent, deadline, make -> link, or None if there is no database
+    _give_back: Any  # what is in lent; may be called twice
+    _begin: Any  # link, write, block
+    _commit: Any  # link, block
+    _judge: Any  # exception, link -> QueueError, may be tried again, answer lost
+    _has_tables: Any  # link -> bool
+    _joined: Any  # the caller's connection -> context of a link
+    _in_transaction: Any  # link -> bool
+    _enter: Any  # link: set a savepoint, and see to the tables
+    _insert: Any  # link, jobs, ids, revs -> by id when it was created and is due
+    _each: Any  # link, changes, owner, columns -> a row of each that held, or None
+    _holder: Any  # held -> our proof of life, or None
 
     def __init__(
         self,
@@ -4626,18 +4718,104 @@ class _Database(_Engine):
                 " directories only"
             )
         self.path = self.source = url
-        self._name = name
-        self._max_retries = max_retries
-        self._fsync = fsync
-        self._lock_timeout = lock_timeout
-        self._closed = False
+        self._name, self._max_retries, self._fsync = name, max_retries, fsync
+        self._lock_timeout, self._closed = lock_timeout, False
+        self._texts: dict[str, str] = {}
+        self._reset()
+        _ENGINES.add(self)
 
-    def _begin(self) -> None:
-        """What each process has for itself."""
+    def _reset(self) -> None:
+        """Forget all that a process may not share with its parent."""
         self._pid = os.getpid()
         self._prefix = os.urandom(8).hex() + "-"
         self._serial = itertools.count(1)
-        self._looked = -math.inf
+        self._found = self._registered = False  # the tables; our name in them
+
+    def forked(self) -> None:
+        raise NotImplementedError
+
+    def fresh(self) -> str:
+        self._check_process()
+        return f"{self._prefix}{next(self._serial):x}"
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():  # a fork that Python does not know of
+            self.forked()
+
+    # Statements and transactions
+
+    def _sql(self, text: str) -> str:
+        """A statement with the dialect's words in their places."""
+        found = self._texts.get(text)
+        if found is None:
+            # What is quoted is a schema's name, which may be one of these words.
+            found, word = text, re.compile(rf"(?<!\")\b({'|'.join(self._words)})\b")
+            while word.search(found):
+                found = word.sub(lambda match: self._words[match[1]], found)
+            found = self._texts[text] = self._spelt(found)
+        return found
+
+    def _do(self, link: _SqlLink, text: str, **params: Any) -> Any:
+        return link.execute(self._sql(text), {**self._common(link), **params})
+
+    def _run(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        connection: Any = None,
+        make: bool = False,
+        write: bool = True,
+        lazy: bool = False,
+        block: bool = False,
+        again: bool = True,
+        bare: bool = False,
+        soon: bool = False,
+        nothing: Any = None,
+    ) -> Any:
+        """Run body(link, *args) as one transaction, or in the caller's.
+
+        What certainly was not carried out is tried again within lock_timeout,
+        and with `again` also what may have been.  A `block` has more than one
+        statement.  `soon` a job may be due by it.  `nothing` is the answer where
+        there are no tables, unless it makes them or needs none (`bare`).
+        """
+        self._check_process()
+        if connection is not None:
+            return self._join(connection, body, *args)
+        deadline = time.monotonic() + max(self._lock_timeout, self.SECONDS)
+        pause, doubt, told = self.PAUSES[0], False, False
+        while True:
+            lent: list[Any] = []
+            link, sent = None, False
+            try:
+                try:
+                    link = self._lend(lent, deadline, make)
+                    if link is None or not (bare or self._prepared(link, make)):
+                        return nothing
+                    link.doubt, link.lazy, link.tell, sent = doubt, lazy, soon, True
+                    self._begin(link, write, block)
+                    result = body(link, *args)
+                    self._commit(link, block)
+                    return result
+                finally:
+                    self._give_back(lent)
+            except (self._driver.Error, OSError, _UnreachableError) as exc:
+                error, retry, lost = self._judge(exc, link)
+                doubt, left = doubt or (sent and lost), deadline - time.monotonic()
+                if left <= 0 or not retry or (sent and lost and not again):
+                    raise (self._in_doubt(error) if doubt else error) from exc
+            finally:
+                self._give_back(lent)  # a Ctrl-C may have ended the first
+            told = told or self._tell_of_trouble(error, left)
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, self.PAUSES[1])
+
+    def _tell_of_trouble(self, error: QueueError, left: float) -> bool:
+        """Once a call; a database that others have locked is no trouble."""
+        if isinstance(error, LockTimeoutError):
+            return False
+        _log().warning("%s; it is tried again for at most %.1f s", error, left)
+        return True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -4645,321 +4823,320 @@ class _Database(_Engine):
                 f"queue {self.path!r} is closed; make a new Queue", path=self.path
             )
 
-    def _fresh(self) -> str:
-        """An id or token: unique by a random prefix of this process."""
-        return f"{self._prefix}{next(self._serial):x}"
+    def _in_doubt(self, error: QueueError) -> QueueError:
+        """The statement may have been carried out: nothing else is known."""
+        return type(error)(
+            f"{error}; the outcome is unknown: look whether it was carried out, or"
+            " repeat it in a form that does no harm twice (a put by its id with"
+            " exist_ok)",
+            **{**vars(error), "outcome_unknown": True},
+        )
 
-    def _new_job(self, new: _New, id: str, created_at: float, run_at: float) -> Job:
-        return Job(
-            id, new.payload, "pending", 0, new.priority, created_at, run_at,
-            max_retries=self._retries(new.max_retries),
-        )  # fmt: skip
+    def _prepared(self, link: _SqlLink, make: bool) -> bool:
+        """Whether the tables are there, of our format; `make` makes them, and
+        registers the queue."""
+        if self._registered or (self._found and not make):
+            return True
+        there = self._has_tables(link)
+        if not there and not make:
+            return False
+        if there:
+            self._check_formats(link)
+        if make:
+            self._begin(link, True, True)
+            self._create(link, there)
+            self._commit(link, True)
+        self._found, self._registered = True, make
+        return True
 
-    def _shown(
+    def _check_formats(self, link: _SqlLink) -> None:
+        for name, found in self._do(link, _SQL_QUEUES).fetchall():
+            if found != _SQL_FORMAT:
+                raise QueueError(
+                    f"queue {self.path!r}: its tables have format {found} (queue"
+                    f" {name!r}), this tiny_queue {__version__} knows {_SQL_FORMAT};"
+                    " with the version that made them move the jobs to a directory,"
+                    " drop the tables, and move the jobs back with this one",
+                    path=self.path,
+                )
+
+    def _create(self, link: _SqlLink, there: bool) -> None:
+        for statement in () if there else self._tables:
+            self._do(link, statement)
+        self._do(link, _SQL_REGISTER, format=_SQL_FORMAT)
+
+    def _join(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
+        """Run body in the transaction that is open on the caller's connection;
+        an error takes back what it did there and nothing else."""
+        self._check_open()
+        with self._joined(connection) as link:
+            try:
+                try:
+                    self._enter(link)
+                    result = body(link, *args)
+                    link.execute("RELEASE SAVEPOINT tiny_queue", {})
+                    return result
+                except BaseException:
+                    self._undo(link)
+                    raise
+            except BaseException:  # a Ctrl-C there
+                self._undo(link)
+                raise
+
+    def _undo(self, link: _SqlLink) -> None:
+        """Take back what a call did in the caller's transaction."""
+        try:
+            if link.undo and self._in_transaction(link):
+                link.execute(link.undo, {})
+                if link.undo != "ROLLBACK":
+                    link.execute("RELEASE SAVEPOINT tiny_queue", {})
+            link.undo = ""
+        except self._driver.Error as exc:
+            if "savepoint" not in str(exc):  # it was not set yet
+                raise
+
+    # Puts and changes
+
+    def put(
+        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
+    ) -> list[Job]:
+        ids = [
+            self.fresh() if item.id is None else cast(str, _to_column(item.id))
+            for item in new
+        ]
+        given = new[0].id is not None
+        for _ in range(10):
+            try:
+                return cast(
+                    "list[Job]",
+                    self._run(
+                        self._put,
+                        new,
+                        ids,
+                        connection=connection,
+                        make=True,
+                        block=given and len(new) > 1,
+                        again=given and exist_ok,
+                        soon=any(item.delay <= _TICK for item in new),
+                    ),
+                )
+            except _AliveError as exc:
+                job = exc.job
+            if job is not None:
+                if self._fsync and connection is None:
+                    self._run(self._do, _SQL_TOUCH)
+                if exist_ok:
+                    return [job]
+                raise _duplicate(job, self.path)
+        raise QueueError(f"queue {self.path!r}: {ids[0]!r} comes and goes; try again")
+
+    def _put(self, link: _SqlLink, new: Sequence[_New], ids: list[str]) -> list[Job]:
+        """Insert the jobs, or raise the first that is alive."""
+        revs = [random.getrandbits(48) for _ in ids]  # an id put again has another
+        instants = self._insert(link, new, ids, revs)
+        jobs = []
+        for item, id, rev in zip(new, ids, revs):
+            when = instants.get(id)
+            if when is None:
+                row = self._do(link, _SQL_FIND, id=id).fetchone()
+                raise _AliveError(row and self._view(row))
+            what = id, item.payload, item.state, item.attempts, item.priority
+            more = item.leased_at, None, _to_column(item.error), item.max_retries, None
+            row = *what, *when, *more, rev, item.crashes
+            jobs.append(self._view(row, None, _as_it_is))
+        return jobs
+
+    def change(self, changes: Sequence[_Change], connection: Any = None) -> list[bool]:
+        def soon(change: _Change) -> bool:
+            return change.state == "pending" and change.seconds <= _TICK
+
+        return cast(
+            "list[bool]",
+            self._run(
+                self._change,
+                changes,
+                connection=connection,
+                block=len(changes) > 1,
+                soon=any(map(soon, changes)),
+                nothing=[False] * len(changes),
+            ),
+        )
+
+    def _change(self, link: _SqlLink, changes: Sequence[_Change]) -> list[bool]:
+        made = [row is not None for row in self._each(link, changes)]
+        if link.doubt and not all(made):
+            raise self._in_doubt(
+                QueueError(
+                    f"queue {self.path!r}: the connection was lost while job"
+                    f" {changes[made.index(False)].id!r} was changed, and now it is"
+                    " changed, or was before",
+                    path=self.path,
+                )
+            )
+        return made
+
+    def renew(self, changes: Sequence[_Change], held: bool) -> list[Job | None]:
+        holder = self._holder(held)
+        rows = self._run(
+            self._each,
+            changes,
+            holder.number if holder else 0,
+            _SQL_ROW,
+            lazy=held,
+            block=len(changes) > 1,
+            nothing=[None] * len(changes),
+        )
+        return [row and self._view(row, holder) for row in rows]
+
+    # Looking
+
+    def expired(self, older_than: float) -> list[_Expired]:
+        rows = self._run(self._expired, older_than, write=False, nothing=[])
+        return [
+            _Expired(_from_column(id), rev, attempts, self._retries(retries), *rest)
+            for id, rev, attempts, retries, *rest in rows
+        ]
+
+    def _expired(self, link: _SqlLink, older_than: float) -> list[Any]:
+        return list(self._do(link, _SQL_EXPIRED, older_than=older_than).fetchall())
+
+    def find(self, id: str) -> Job | None:
+        row = self._run(self._find, id, write=False)
+        return None if row is None else self._view(row)
+
+    def _find(self, link: _SqlLink, id: str) -> Any:
+        return self._do(link, _SQL_FIND, id=_to_column(id)).fetchone()
+
+    def records(
+        self, state: str | None, limit: int | None = None, untouched: float = 0.0
+    ) -> Iterator[Job]:
+        last, since = self._run(self._last, write=False, nothing=(0, 0.0))
+        keys = {"last": last, "since": since, "untouched": untouched}
+        states = [*_SQL_RECORDS] if state is None else [state]
+        first = self._records(states[0], 0, limit, keys)
+        return self._pages(states, first, limit, keys)
+
+    def _last(self, link: _SqlLink) -> Any:
+        return self._do(link, _SQL_LAST).fetchone()
+
+    def _records(
+        self, state: str, after: int, left: int | None, keys: dict[str, Any]
+    ) -> list[Any]:
+        n = _SQL_PAGE if left is None else min(left, _SQL_PAGE)
+
+        def read(link: _SqlLink) -> Any:
+            found = self._do(link, _SQL_RECORDS[state], n=n, after=after, **keys)
+            return found.fetchall()
+
+        return cast("list[Any]", self._run(read, write=False, nothing=[]))
+
+    def _pages(
+        self, states: list[str], rows: list[Any], left: int | None, keys: dict[str, Any]
+    ) -> Iterator[Job]:
+        for state in states:
+            if state != states[0]:
+                rows = self._records(state, 0, left, keys)
+            while rows:
+                for row in rows:
+                    yield self._view(row[1:])
+                left = None if left is None else left - len(rows)
+                rows = self._records(state, rows[-1][0], left, keys)
+
+    def counts(self) -> Stats:
+        row = self._run(self._counts, write=False, nothing=(*[0] * 5, None, None, 0))
+        return Stats(*row)
+
+    def _counts(self, link: _SqlLink) -> Any:
+        return self._do(link, _SQL_COUNTS).fetchone()
+
+    def names(self) -> list[str] | None:
+        def read(link: _SqlLink) -> list[str]:
+            return [name for name, _ in self._do(link, _SQL_QUEUES).fetchall()]
+
+        return cast("list[str] | None", self._run(read, write=False))
+
+    def _view(
         self,
-        id: str,
-        state: str,
-        attempts: int,
-        priority: int,
-        created_at: float,
-        run_at: float,
-        leased_at: float | None,
-        lease_until: float | None,
-        last_error: str | None,
-        max_retries: int | None,
-        token: str | None,
-        payload: Any,
+        row: Sequence[Any],
         holder: object = None,
+        read: Callable[[Any], Any] = _payload_of,
     ) -> Job:
         """A row as a job: without what its state does not have."""
-        pending, inflight = state in ("ready", "delayed"), state == "inflight"
-        return Job(
-            _from_column(id),
-            payload,
-            "pending" if pending else state,
-            attempts,
-            priority,
-            created_at,
-            run_at,
-            None if pending else leased_at,
-            lease_until if inflight else None,
-            None if last_error is None else _from_column(last_error),
-            self._retries(max_retries),
-            token if inflight else None,
-            holder,
+        make: Any = _JobFields
+        job = make(*row[:12], holder, *row[12:14], row[10])
+        job.id = _from_column(job.id)
+        job.payload = read(job.payload)
+        if job.state in ("ready", "delayed", "pending"):
+            job.state, job.leased_at = "pending", None
+        if job.last_error is not None:
+            job.last_error = _from_column(job.last_error)
+        job.max_retries = self._retries(row[10])
+        return _job(job)
+
+    def _retries(self, max_retries: int | None) -> int:
+        return self._max_retries if max_retries is None else max_retries
+
+    def compact(self) -> None:
+        raise QueueError(
+            f"queue {self.path!r}: there is nothing to compact, as a database reuses"
+            " the space of jobs that are gone; VACUUM makes it smaller",
+            path=self.path,
         )
 
 
-_ENGINE_OF: dict[str, Callable[..., _Engine]] = {}  # by URL scheme
+# SQLite
+# -----------------------------------------------------------------------------
 
-
-# SQLite engine
-# =============================================================================
-
-# One row is one live job, and a settled one is gone.  `place` is the order of
-# waiting and of dead jobs: who goes last gets the greatest.  `turn` is that of
-# leases.  Each hot statement reads one partial index, so jobs that are due far
-# ahead are never looked at.  Nothing here is newer than SQLite 3.31.
 # INDEXED BY, because the application may have run ANALYZE while the queue was
-# empty: then SQLite takes any index for as good as another.
-_LITE_FORMAT = 1  # raised by any change to the tables
-_LITE_TABLES = (
-    """CREATE TABLE  -- which queues are here, and how their rows are to be read
-    IF NOT EXISTS tiny_queue_queues (
-        name TEXT PRIMARY KEY,
-        format INTEGER NOT NULL
-    )""",
-    """CREATE TABLE  -- payload last: what stands before it is read without it
-    IF NOT EXISTS tiny_queue_jobs (
-        place INTEGER PRIMARY KEY,
-        queue TEXT NOT NULL,
-        id TEXT NOT NULL,
-        rev INTEGER NOT NULL,
-        state TEXT NOT NULL,
-        attempts INTEGER NOT NULL DEFAULT 0,
-        priority INTEGER NOT NULL,
-        created_at REAL NOT NULL,
-        run_at REAL NOT NULL,
-        max_retries INTEGER,
-        lapses INTEGER NOT NULL DEFAULT 0,
-        last_error TEXT,
-        token TEXT,
-        holder INTEGER NOT NULL DEFAULT 0,
-        clock REAL,
-        leased_at REAL,
-        renewed_at REAL,
-        lease_until REAL,
-        turn INTEGER,
-        was TEXT,
-        payload TEXT NOT NULL
-    )""",
-    """CREATE UNIQUE INDEX  -- an id is taken until its job is settled
-    IF NOT EXISTS tiny_queue_ids ON tiny_queue_jobs (queue, id)""",
-    """CREATE INDEX  -- the order of delivery: in one priority by place
-    IF NOT EXISTS tiny_queue_ready ON tiny_queue_jobs (queue, priority DESC)
-    WHERE state = 'ready'""",
-    """CREATE INDEX  -- when the next one is due
-    IF NOT EXISTS tiny_queue_delayed ON tiny_queue_jobs (queue, run_at)
-    WHERE state = 'delayed'""",
-    """CREATE INDEX  -- the order of leases
-    IF NOT EXISTS tiny_queue_inflight ON tiny_queue_jobs (queue, turn)
-    WHERE state = 'inflight'""",
-    """CREATE INDEX  -- the order of death
-    IF NOT EXISTS tiny_queue_dead ON tiny_queue_jobs (queue)
-    WHERE state = 'dead'""",
-)
-_LITE_HAS_TABLES = """SELECT  -- looking creates nothing
-    count(*) FROM sqlite_master WHERE type = 'table' AND name = 'tiny_queue_queues'"""
-_LITE_FORMATS = """SELECT  -- rows of another format are not touched
-    name, format FROM tiny_queue_queues ORDER BY name"""
-_LITE_REGISTER = """INSERT  -- a drained queue is still there
-    OR IGNORE INTO tiny_queue_queues (name, format) VALUES (?, ?)"""
-_LITE_TOUCH = """UPDATE  -- I5: a commit of ours syncs those that it rests on
-    tiny_queue_queues SET format = format WHERE name = ?"""
-
-_LITE_COLUMNS = (
-    "place, id, rev, state, attempts, priority, created_at, run_at, max_retries,"
-    " lapses, last_error, token, holder, leased_at, lease_until, was, payload"
-)
-_LITE_INSERT = """INSERT  -- without a place it gets the greatest
-    INTO tiny_queue_jobs (queue, id, rev, state, priority, created_at, run_at,
-    max_retries, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-_LITE_FIND = f"""SELECT  -- whatever its state
-    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE queue = ? AND id = ?"""
-_LITE_NEXT_DUE = """SELECT  -- the head of an index
-    run_at FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_delayed
-    WHERE queue = ? AND state = 'delayed'
+# empty: then SQLite takes any index for as good as another.  Nothing here is
+# newer than SQLite 3.31.
+_SQLITE_WORDS = {
+    "QUEUES": "tiny_queue_queues",
+    "JOBS": "tiny_queue_jobs",
+    "PLACED": "JOBS NOT INDEXED",
+    "READY": "JOBS INDEXED BY tiny_queue_ready",
+    "DELAYED": "JOBS INDEXED BY tiny_queue_delayed",
+    "INFLIGHT": "JOBS INDEXED BY tiny_queue_inflight",
+    "DEAD": "JOBS INDEXED BY tiny_queue_dead",
+    "OURS": "queue",
+    "NOW": ":now",
+    "CLOCK": ":clock",
+    "LAST": "(SELECT max(place) FROM PLACED)",
+    "NEXT": "LAST + 1",
+    "UNLOCKED": ":fence",
+    "FORMAT": "format",
+    "GREATEST": "max",
+    "SERIAL": "INTEGER PRIMARY KEY",
+    "JSON": "TEXT",
+    "SIZE": "SELECT (page_count - freelist_count) * page_size FROM"
+    " pragma_page_count, pragma_freelist_count, pragma_page_size",
+}
+_SQLITE_PUT = f"""INSERT  -- a live id changes nothing
+    INTO JOBS ({_SQL_NEW}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (queue, id) DO NOTHING"""
+_SQLITE_NEXT_DUE = """SELECT  -- the head of an index
+    run_at FROM DELAYED WHERE queue = :queue AND state = 'delayed'
     ORDER BY run_at LIMIT 1"""
-_LITE_ANY_READY = """SELECT  -- without a lock for writing: a poll costs no write
-    1 FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_ready
-    WHERE queue = ? AND state = 'ready' LIMIT 1"""
-_LITE_RIPEN = """UPDATE  -- who is due joins by place, delayed once or not
-    tiny_queue_jobs SET state = 'ready'
-    WHERE queue = ? AND state = 'delayed' AND run_at <= ?"""
-_LITE_HEADS = f"""SELECT  -- higher priority first, then by place
-    {_LITE_COLUMNS}, (
-        SELECT run_at FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_delayed
-    WHERE queue = :name AND state = 'delayed'
-        ORDER BY run_at LIMIT 1
-    ) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_ready
-    WHERE queue = :name AND state = 'ready'
-    ORDER BY priority DESC, place LIMIT :n"""
-_LITE_LAST_TURN = """SELECT  -- leases stand in the order in which they were given
-    coalesce(max(turn), 0) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_inflight
-    WHERE queue = ? AND state = 'inflight'"""
-_LITE_LEASE = """UPDATE  -- I6: the token is new at each lease
-    tiny_queue_jobs SET rev = rev + 1, state = 'inflight', attempts = attempts + 1,
-    lapses = ?, last_error = ?, token = ?, holder = ?, clock = ?, leased_at = ?,
-    renewed_at = ?, lease_until = ?, was = NULL, turn = 1 + (
-        SELECT coalesce(max(turn), 0) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_inflight
-    WHERE queue = ? AND state = 'inflight'
-    ) WHERE place = ?"""
-_LITE_LEASES = """SELECT  -- what tells whose lease is over, in their order
-    id, rev, attempts, priority, max_retries, lapses, holder, clock, renewed_at,
-    lease_until - renewed_at FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_inflight
-    WHERE queue = ? AND state = 'inflight' ORDER BY turn"""
-_LITE_EXTEND = """UPDATE  -- I6: the token is kept
-    tiny_queue_jobs SET rev = rev + 1, holder = ?, clock = ?, renewed_at = ?,
-    lease_until = ?, turn = ?
-    WHERE queue = ? AND id = ? AND state = 'inflight' AND token = ?"""
-_LITE_DONE = """DELETE  -- I6: the token alone is the fence
-    FROM tiny_queue_jobs
-    WHERE queue = ? AND id = ? AND state = 'inflight' AND token = ?"""
-_LITE_LAST = (
-    "rev = rev + 1, place = (SELECT max(place) + 1 FROM tiny_queue_jobs NOT INDEXED)"
-)
-_LITE_LEASED = "queue = ? AND id = ? AND state = 'inflight' AND token = ?"
-_LITE_RETRY = f"""UPDATE  -- I6; and a retried job goes last
-    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, last_error = ?,
-    lapses = 0, token = NULL, holder = 0, leased_at = NULL WHERE {_LITE_LEASED}"""
-_LITE_RELEASE = f"""UPDATE  -- I6; this delivery does not count
-    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, attempts = attempts - 1,
-    token = NULL, holder = 0, leased_at = NULL WHERE {_LITE_LEASED}"""
-_LITE_BURY = f"""UPDATE  -- I6; dead jobs stand in the order of death
-    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?, lapses = 0,
-    token = NULL, holder = 0 WHERE {_LITE_LEASED}"""
-_LITE_SPOILT = f"""UPDATE  -- a payload changed by hand holds nobody up
-    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?, token = NULL,
-    holder = 0 WHERE place = ?"""
-_LITE_LAPSED = "queue = ? AND id = ? AND state = 'inflight' AND rev = ?"
-_LITE_GIVE_BACK = f"""UPDATE  -- only if nobody was faster
-    tiny_queue_jobs SET {_LITE_LAST}, state = ?, run_at = ?, last_error = ?,
-    lapses = lapses + 1, token = NULL, holder = 0, leased_at = NULL
-    WHERE {_LITE_LAPSED}"""
-_LITE_GIVE_UP = f"""UPDATE  -- only if nobody was faster
-    tiny_queue_jobs SET {_LITE_LAST}, state = 'dead', last_error = ?,
-    lapses = lapses + 1, token = NULL, holder = 0 WHERE {_LITE_LAPSED}"""
-_LITE_REQUEUE = f"""UPDATE  -- a replayed job goes last, with all its retries
-    tiny_queue_jobs SET {_LITE_LAST}, state = 'ready', run_at = 0, attempts = 0,
-    lapses = 0, leased_at = NULL WHERE queue = ? AND id = ? AND state = 'dead'"""
-_LITE_DEAD = """SELECT  -- a bounded part, in the order of death
-    id FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_dead
-    WHERE queue = ? AND state = 'dead' AND place <= ?
-    ORDER BY place LIMIT ?"""
-_LITE_LAST_PLACE = """SELECT  -- what comes later is not meant
-    coalesce(max(place), 0) FROM tiny_queue_jobs NOT INDEXED"""
-_LITE_REMOVE = """DELETE  -- whatever its state: an inflight one's token is void
-    FROM tiny_queue_jobs WHERE queue = ? AND id = ?"""
-_LITE_PLACES = {
-    "pending": """SELECT  -- two indexes, one order
-        place FROM (
-            SELECT place FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_ready
-    WHERE queue = :name AND state = 'ready'
-            UNION ALL
-            SELECT place FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_delayed
-    WHERE queue = :name AND state = 'delayed'
-        ) ORDER BY place LIMIT :n""",
-    "inflight": """SELECT  -- in the order of the leases
-        place FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_inflight
-    WHERE queue = :name AND state = 'inflight'
-        ORDER BY turn LIMIT :n""",
-    "dead": """SELECT  -- in the order of death
-        place FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_dead
-    WHERE queue = :name AND state = 'dead'
-        ORDER BY place LIMIT :n""",
-}
-_LITE_AT = f"""SELECT  -- of this queue: a place that was left may be given anew
-    {_LITE_COLUMNS} FROM tiny_queue_jobs WHERE place = ? AND queue = ?"""
-_LITE_PURGE = """DELETE  -- a bounded part, as far as not touched since an instant
-    FROM tiny_queue_jobs WHERE place IN (
-        SELECT place FROM tiny_queue_jobs WHERE queue = ? AND state = ?
-        AND place <= ? AND max(created_at, coalesce(leased_at, 0)) <= ? LIMIT 1000
-    )"""
-_LITE_COUNTS = """SELECT  -- each by its own index
-    (SELECT count(*) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_ready
-    WHERE queue = :name AND state = 'ready'),
-    (SELECT count(*) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_delayed
-    WHERE queue = :name AND state = 'delayed'),
-    (SELECT count(*) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_delayed
-    WHERE queue = :name AND state = 'delayed' AND run_at > :now),
-    (SELECT count(*) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_inflight
-    WHERE queue = :name AND state = 'inflight'),
-    (SELECT count(*) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_dead
-    WHERE queue = :name AND state = 'dead'),
-    (SELECT min(run_at) FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_delayed
-    WHERE queue = :name AND state = 'delayed' AND run_at > :now)"""
-_LITE_OLDEST = """SELECT  -- the first never delayed, of the highest priority below
-    priority, created_at FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_ready
-    WHERE queue = ? AND state = 'ready' AND priority < ? AND run_at = 0
-    ORDER BY priority DESC, place LIMIT 1"""
-_LITE_OLDEST_LATE = """SELECT  -- those that were delayed are in no order of theirs
-    min(run_at) FROM (
-        SELECT run_at FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_ready
-    WHERE queue = :name AND state = 'ready' AND run_at > 0
-        UNION ALL
-        SELECT run_at FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_delayed
-    WHERE queue = :name AND state = 'delayed' AND run_at <= :now
-    )"""
-_LITE_SIZE = """SELECT  -- of the whole database
-    (page_count - freelist_count) * page_size
-    FROM pragma_page_count, pragma_freelist_count, pragma_page_size"""
-_LITE_PAYLOADS = """SELECT  -- every byte that a reader would need
-    place, payload FROM tiny_queue_jobs WHERE +queue = ? AND place > ?
-    ORDER BY place LIMIT 1000"""
-
-_LITE_HOLDABLE = {  # by the state that Queue knows
-    "pending": (
-        f"""SELECT  -- in the order of delivery
-        {_LITE_COLUMNS} FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_ready
-    WHERE queue = ? AND state = 'ready'
-        ORDER BY priority DESC, place LIMIT ?""",
-        f"""SELECT  -- then those not due, the earliest first
-        {_LITE_COLUMNS} FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_delayed
-    WHERE queue = ? AND state = 'delayed'
-        ORDER BY run_at LIMIT ?""",
-    ),
-    "dead": (
-        f"""SELECT  -- in the order of death
-        {_LITE_COLUMNS} FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_dead
-    WHERE queue = ? AND state = 'dead'
-        ORDER BY place LIMIT ?""",
-    ),
-}
-_LITE_HOLD = """UPDATE  -- uncounted, without a holder; `was` says from which state
-    tiny_queue_jobs SET rev = rev + 1, state = 'inflight', token = ?, holder = 0,
-    clock = ?, renewed_at = ?, lease_until = ?, turn = ?, was = ? WHERE place = ?"""
-_LITE_HELD = f"""SELECT  -- by the beginning of their tokens
-    {_LITE_COLUMNS} FROM tiny_queue_jobs
-    INDEXED BY tiny_queue_inflight
-    WHERE queue = ? AND state = 'inflight'
-    AND substr(token, 1, length(?)) = ? ORDER BY turn"""
-_LITE_ADOPT = """INSERT  -- inflight from the beginning: deliverable on one side only
-    INTO tiny_queue_jobs (queue, id, rev, state, attempts, priority, created_at,
-    run_at, max_retries, lapses, last_error, token, clock, leased_at, renewed_at,
-    lease_until, turn, was, payload)
-    VALUES (?, ?, ?, 'inflight', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-_LITE_LET_GO = f"""UPDATE  -- I6; in the place where it stood
-    tiny_queue_jobs SET rev = rev + 1, state = ?, run_at = ?, leased_at = ?,
-    token = NULL, was = NULL WHERE {_LITE_LEASED}"""
+_SQLITE_ANY_READY = """SELECT  -- a poll costs no write
+    1 FROM READY WHERE queue = :queue AND state = 'ready' LIMIT 1"""
+_SQLITE_DUE = """UPDATE  -- who is due joins by place, delayed once or not
+    JOBS SET state = 'ready' WHERE place IN (
+        SELECT place FROM DELAYED WHERE queue = :queue AND state = 'delayed'
+        AND run_at <= NOW ORDER BY run_at LIMIT :n)"""
+_SQLITE_HEADS = f"""SELECT  -- higher priority first, then by place
+    {_SQL_ROW}, ({_SQLITE_NEXT_DUE}) FROM READY WHERE queue = :queue
+    AND state = 'ready' AND priority > :above ORDER BY priority DESC, place LIMIT :n"""
+_SQLITE_OWNERS = """SELECT  -- whose lives are to be looked at
+    owner FROM INFLIGHT
+    WHERE queue = :queue AND state = 'inflight' AND owner <> 0"""
+_SQLITE_PAYLOADS = """SELECT  -- every byte that a reader would need
+    place, payload FROM PLACED WHERE queue = :queue AND place > :after
+    ORDER BY place LIMIT :n"""
 
 # What the driver says, in part; and what to do.  By text, because error codes
 # have names only from Python 3.11 on.
-_LITE_BUSY = ("is locked", "locking protocol", "schema is locked")
-_LITE_ADVICE = (
+_SQLITE_BUSY = ("is locked", "locking protocol")
+_SQLITE_ADVICE = (
     ("is full", "free some space; nothing is lost"),
     ("readonly", "check the owner and mode of the file and its directory"),
     ("unable to open", "check that its directory is there and may be written"),
@@ -4968,44 +5145,20 @@ _LITE_ADVICE = (
     ("disk I/O", "the disk failed; see the system's log"),
     ("no such", "its tables were changed; restore them, or use another database"),
 )
-_LITE_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "fuse.sshfs")
-_LITE_PAGE = 1000  # jobs that records() reads at a time
+_SQLITE_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "fuse.sshfs")
+_SQLITE_INHERITED: list[Any] = []  # never closed: see before_fork()
 
 
-class _LiteRow(NamedTuple):
-    """A row of the table of jobs; _LITE_COLUMNS."""
+def _driver(name: str, cure: str) -> Any:
+    import importlib
 
-    place: int
-    id: str
-    rev: int
-    state: str  # ready and delayed are the two kinds of pending
-    attempts: int
-    priority: int
-    created_at: float
-    run_at: float
-    max_retries: int | None
-    lapses: int
-    last_error: str | None
-    token: str | None
-    holder: int
-    leased_at: float | None
-    lease_until: float | None
-    was: str | None
-    payload: str
-
-
-def _lite_driver() -> Any:
     try:
-        import sqlite3
+        return importlib.import_module(name)
     except ImportError as exc:
-        raise QueueError(
-            "sqlite:// needs Python's own sqlite3, which this Python was built"
-            " without; install its package or use a directory"
-        ) from exc
-    return sqlite3
+        raise QueueError(f"this URL needs {cure} ({exc})") from exc
 
 
-def _lite_file(url: str) -> str:
+def _sqlite_file(url: str) -> str:
     """The absolute path in a sqlite:/// URL, or ValueError."""
     from urllib.parse import unquote
 
@@ -5027,7 +5180,15 @@ def _lite_file(url: str) -> str:
     return os.path.realpath(os.path.abspath(file))
 
 
-class _LiteLock(_FileLock):
+def _ident_of(path: str) -> tuple[int, int] | None:
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+class _SqliteLock(_FileLock):
     """Carries the holders' proofs of life, beside the database.
 
     Never on the database itself: closing any descriptor of that drops the
@@ -5038,7 +5199,517 @@ class _LiteLock(_FileLock):
         pass  # a database's space is not ours to keep
 
 
-class _LiteWatch(_Watch):
+class _SqliteLink(_SqlLink):
+    """The connection of an engine, to a file that may be replaced."""
+
+    synchronous = ""  # as it was set last
+    ident: tuple[int, int] | None = None
+    now = clock = 0.0  # of the transaction
+
+
+class _SqliteEngine(_SqlEngine):
+    """sqlite:///FILE: the application's own database or another.
+
+    One connection, for one thread at a time.
+    """
+
+    def __init__(self, url: str, name: str, **options: Any) -> None:
+        from urllib.parse import quote
+
+        self._driver = _driver(
+            "sqlite3",
+            "Python's own sqlite3, which this Python was built without; install its"
+            " package or use a directory",
+        )
+        self._file = _sqlite_file(url)
+        self._lock = _SqliteLock(
+            f"{self._file}-tiny_queue.lock", options["lock_timeout"], True
+        )
+        self._words = _SQLITE_WORDS
+        super().__init__(f"sqlite:///{quote(self._file)}", name, **options)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._link: _SqliteLink | None = None
+        self._forking = False
+        self._proof: _Holder | None = None
+        self._idle = True  # the last take found nothing
+        self._watch = _SqliteWatch(self._version)
+
+    def forked(self) -> None:
+        if self._link is not None:
+            _SQLITE_INHERITED.append(self._link)  # closing it would drop locks
+        self._lock.reset()
+        self._reset()
+
+    def before_fork(self) -> None:
+        """Close the connection, between two transactions.
+
+        In a child that inherits one, SQLite takes the locks for its own that
+        its parent holds; a new connection there then has none, and the end of
+        the parent's would delete the log that the child writes to.
+        """
+        if not self._lock.mine():  # as it is in a signal handler's fork
+            self._lock.threads().acquire()
+            self._forking = True
+            self._disconnect()
+
+    def after_fork(self) -> None:
+        if self._lock.mine() and self._forking:
+            self._forking = False
+            self._lock.threads().release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_link", None) is not None and self._pid == os.getpid():
+            self._disconnect()
+
+    # Connection
+
+    def _lend(self, lent: list[Any], deadline: float, make: bool) -> Any:
+        """The connection, under the thread lock; None if there is no file."""
+        lock = self._lock
+        if lock.mine():
+            raise QueueError(
+                f"queue {self.path!r} is in the middle of a call by this same thread;"
+                " do not call it from a signal handler or finalizer"
+            )
+        if not lock.threads().acquire(timeout=lock.timeout):
+            raise self._timed_out()
+        lent.append(lock)
+        self._check_open()
+        ident = _ident_of(self._file)
+        if self._link is not None and ident != self._link.ident:
+            self._disconnect()  # what is open has no name any more
+        if self._link is None and (make or ident is not None):
+            self._connect("rwc" if make else "rw")
+        self._roll_back()  # after two Ctrl-C, or a ROLLBACK that failed
+        return self._link
+
+    def _give_back(self, lent: list[Any]) -> None:
+        """End what an error or a Ctrl-C has left open, or all others would find
+        the database locked; called twice, as one may end the first."""
+        lock = self._lock
+        try:
+            if lent and (lock.mine() or lock.threads().acquire(timeout=lock.timeout)):
+                self._roll_back()
+                lent.clear()
+        finally:
+            if lock.mine():
+                lock.threads().release()
+
+    def _roll_back(self) -> None:
+        if self._link is not None and self._link.connection.in_transaction:
+            try:
+                self._link.execute("ROLLBACK", {})
+            except self._driver.Error:
+                self._disconnect()
+
+    def _connect(self, mode: str) -> None:
+        from urllib.parse import quote
+
+        kind = _file_system(os.path.dirname(self._file))
+        if kind in _SQLITE_REMOTE:
+            raise QueueError(
+                f"queue {self.path!r}: {kind} is a network file system, whose locks"
+                " SQLite cannot trust; keep the database on a local disk",
+                path=self._file,
+            )
+        root = "" if self._file.startswith("/") else "/"
+        connection = self._driver.connect(
+            f"file://{root}{quote(self._file)}?mode={mode}",
+            timeout=0,  # we wait ourselves: SQLite sleeps up to 100 ms at a time
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
+        )
+        self._link = _SqliteLink(connection, connection.cursor())
+        self._link.ident = _ident_of(self._file)
+
+    def _disconnect(self) -> None:
+        link, self._link = self._link, None
+        self._found = self._registered = False
+        if link is not None:
+            try:
+                link.connection.close()
+            except self._driver.Error as exc:
+                _log().warning("closing %s: %s", self.path, exc)
+
+    def _prepared(self, link: _SqlLink, make: bool) -> bool:
+        """With a log (WAL) readers and the writer do not wait for each other."""
+        if make and not self._registered:
+            db = link.cursor
+            if not db.execute("PRAGMA page_count").fetchone()[0]:
+                # A change writes a few pages whole: a tenth less work than 4096.
+                db.execute("PRAGMA page_size = 2048")
+            mode = db.execute("PRAGMA journal_mode").fetchone()[0]
+            if mode != "wal":
+                mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            if mode != "wal":
+                raise QueueError(
+                    f"queue {self.path!r}: SQLite refuses its WAL mode here (it stays"
+                    f" {mode!r}); keep the database on a local disk",
+                    path=self._file,
+                )
+        return super()._prepared(link, make)
+
+    def _has_tables(self, link: _SqlLink) -> bool:
+        sql = "SELECT 1 FROM sqlite_master WHERE name = 'tiny_queue_queues'"
+        return link.execute(sql, {}).fetchone() is not None
+
+    def _spelt(self, text: str) -> str:
+        return text
+
+    def _common(self, link: Any) -> dict[str, Any]:
+        return {"queue": self._name, "now": link.now, "clock": link.clock}
+
+    def _begin(self, link: Any, write: bool, block: bool) -> None:
+        """FULL syncs the log at each commit, NORMAL when it is full."""
+        execute = link.cursor.execute
+        level = "FULL" if self._fsync and not link.lazy else "NORMAL"
+        if write and link.synchronous != level:
+            execute(f"PRAGMA synchronous = {level}")
+            link.synchronous = level
+        execute("BEGIN IMMEDIATE" if write else "BEGIN")
+        link.now, link.clock = time.time(), time.monotonic()
+
+    def _commit(self, link: _SqlLink, block: bool) -> None:
+        link.cursor.execute("COMMIT")
+
+    def _judge(self, exc: Exception, link: Any) -> tuple[QueueError, bool, bool]:
+        text = getattr(exc, "strerror", None) or str(exc)
+        if any(part in text for part in _SQLITE_BUSY):
+            return self._timed_out(), True, False
+        advice = "nothing was acknowledged"
+        for part, what in _SQLITE_ADVICE:
+            if part in text:
+                advice = what
+                break
+        error = QueueError(
+            f"queue {self.path!r}: {text}; {advice}",
+            errno=getattr(exc, "errno", None),
+            path=self._file,
+        )
+        return error, False, False
+
+    def _timed_out(self) -> LockTimeoutError:
+        return LockTimeoutError(
+            f"database {self.path!r} stayed locked for {self._lock_timeout:g} s: a"
+            " transaction is open there for writing; end it, or pass connection= if"
+            " it is this thread's own (nothing is lost)",
+            path=self.path,
+            timeout=self._lock_timeout,
+        )
+
+    # The caller's transaction
+
+    @contextlib.contextmanager
+    def _joined(self, connection: Any) -> Iterator[_SqliteLink]:
+        """The caller's connection, read as ours is whatever he has set."""
+        driver = self._driver
+        if not isinstance(connection, driver.Connection):
+            raise TypeError(
+                "connection: must be a sqlite3.Connection, not"
+                f" {type(connection).__name__}; wrappers have one inside"
+            )
+        factory, connection.text_factory = connection.text_factory, str
+        try:
+            link = _SqliteLink(connection, driver.Cursor(connection))
+            self._check_joins(link)
+            yield link
+        except driver.Error as exc:
+            error, busy, _ = self._judge(exc, link)
+            if not busy:
+                raise error from exc
+            raise LockTimeoutError(
+                f"database {self.path!r} is locked: another transaction is open for"
+                " writing, or has written since this one began to read; roll back and"
+                " do it again, best from BEGIN IMMEDIATE on",
+                path=self.path,
+            ) from exc
+        finally:
+            connection.text_factory = factory
+
+    def _check_joins(self, link: _SqliteLink) -> None:
+        files = {row[1]: row[2] for row in link.execute("PRAGMA database_list", {})}
+        ident = _ident_of(files["main"]) if files.get("main") else None
+        if ident is None or ident != _ident_of(self._file):
+            raise ValueError(
+                f"connection: its main database is not that of queue {self.path!r};"
+                " only within one database do two changes commit together"
+            )
+        automatic = getattr(link.connection, "autocommit", None) is True  # from 3.12 on
+        if not link.connection.in_transaction and (
+            link.connection.isolation_level is None or automatic
+        ):
+            raise ValueError(
+                "connection: it is in autocommit mode with no transaction open, so"
+                ' there is nothing to be part of; execute("BEGIN IMMEDIATE") first'
+            )
+
+    def _in_transaction(self, link: _SqlLink) -> bool:
+        return bool(link.connection.in_transaction)
+
+    def _enter(self, link: Any) -> None:
+        """Where its driver would begin a transaction before the caller's own
+        INSERT, one is begun, and ends with an error."""
+        link.undo = "ROLLBACK TO SAVEPOINT tiny_queue"
+        if not link.connection.in_transaction:
+            link.undo = "ROLLBACK"
+            link.execute("BEGIN IMMEDIATE", {})
+        link.execute("SAVEPOINT tiny_queue", {})
+        link.now, link.clock = time.time(), time.monotonic()
+        there = self._has_tables(link)
+        if there:
+            self._check_formats(link)
+        self._create(link, there)
+
+    # Puts, changes, takes
+
+    def _insert(
+        self, link: Any, new: Sequence[_New], ids: list[str], revs: list[int]
+    ) -> dict[str, tuple[float, float]]:
+        """None is inserted after one that is alive."""
+        execute, sql, now = link.cursor.execute, self._sql(_SQLITE_PUT), link.now
+        instants: dict[str, tuple[float, float]] = {}
+        for item, id, rev in zip(new, ids, revs):
+            due = now + item.delay if item.at is None else item.at
+            run_at = due if due > now else 0.0
+            state = "delayed" if run_at else "ready"
+            created_at = now if item.created_at is None else item.created_at
+            row = (
+                self._name,
+                id,
+                rev,
+                item.state if item.state == "dead" else state,
+                item.attempts,
+                item.crashes,
+                item.priority,
+                created_at,
+                run_at,
+                item.leased_at,
+                item.max_retries,
+                _to_column(item.error),
+                item.text,
+            )
+            if not execute(sql, row).rowcount:
+                break
+            instants[id] = created_at, run_at
+        return instants
+
+    def _each(
+        self,
+        link: _SqlLink,
+        changes: Sequence[_Change],
+        owner: int = 0,
+        columns: str = "1",
+    ) -> list[Any]:
+        common = self._common(link)
+        rows = []
+        for change in changes:
+            keys = {**common, **_sql_fields(change, owner)}
+            row: Any = link.execute(self._sql(_sql_of(change)), keys).rowcount or None
+            if row and columns == _SQL_ROW:
+                row = link.execute(self._sql(_SQL_FIND), keys).fetchone()
+            rows.append(row)
+        return rows
+
+    def take(
+        self,
+        n: int,
+        seconds: float,
+        held: bool,
+        above: int = _LOWEST,
+        changes: Sequence[_Change] = (),
+    ) -> _Taken:
+        news = self._watch.news
+        if self._idle and not changes:  # look first: a poll of an idle queue
+            look = (math.inf, None)  # takes no lock for writing
+            due, version = self._run(self._peek, above, write=False, nothing=look)
+            if due > 0:
+                return _Taken([], [], (news, time.monotonic() + due, version))
+        made, jobs, due, version = self._run(
+            self._take, n, seconds, held, above, changes, lazy=not changes
+        )
+        self._idle = not jobs
+        return _Taken(made, jobs, (news, time.monotonic() + due, version))
+
+    def _peek(self, link: _SqlLink, above: int) -> tuple[float, object]:
+        """In how many seconds a job is due, and the database's version."""
+        version, due = self._data_version(link), self._next_due(link)
+        ready = self._do(link, _SQLITE_ANY_READY, above=above).fetchone()
+        return 0.0 if ready else due, version
+
+    def _next_due(self, link: Any) -> float:
+        row = self._do(link, _SQLITE_NEXT_DUE).fetchone()
+        return math.inf if row is None else cast(float, row[0] - link.now)
+
+    def _take(
+        self,
+        link: Any,
+        n: int,
+        seconds: float,
+        held: bool,
+        above: int,
+        changes: Sequence[_Change],
+    ) -> tuple[list[bool], list[Job], float, object]:
+        made = self._change(link, changes)
+        jobs: list[Job] = []
+        while not jobs:
+            heads = self._do(link, _SQLITE_HEADS, n=n, above=above).fetchall()
+            due = heads[0][-1] if heads else self._next_due(link) + link.now
+            if due is not None and due <= link.now:
+                if self._do(link, _SQLITE_DUE, n=max(n, _SQL_DUE)).rowcount:
+                    heads = self._do(link, _SQLITE_HEADS, n=n, above=above).fetchall()
+            if not heads:
+                return made, [], self._next_due(link), self._data_version(link)
+            jobs = self._lease(link, heads, seconds, self._holder(held))
+        return made, jobs, 0.0, None
+
+    def _lease(
+        self, link: Any, rows: list[Any], seconds: float, holder: _Holder | None
+    ) -> list[Job]:
+        """The jobs; one whose payload was made no JSON by hand is dead."""
+        owner = holder.number if holder else 0
+        jobs: list[Job] = []
+        keys = {**self._common(link), "owner": owner, "seconds": seconds, "at": None}
+        for row in rows:
+            id, text, _, attempts, priority, created_at, run_at = row[:7]
+            error, retries, _, rev, crashes = row[9:14]
+            state, token = "inflight", cast("str | None", self.fresh())
+            try:
+                payload = json.loads(text)
+            except (TypeError, ValueError, RecursionError) as exc:
+                state, token = "dead", None
+                error = _to_column(f"its payload is not JSON: {exc}")
+            else:
+                attempts += 1
+                what = id, payload, state, attempts, priority, created_at, run_at
+                when = link.now, link.now + seconds
+                shown = *what, *when, error, retries, token, rev + 1, crashes
+                jobs.append(self._view(shown, holder, _as_it_is))
+            link.execute(
+                self._sql(_SQL_CHANGES[state, type(None)]),
+                {
+                    **keys,
+                    "id": id,
+                    "state": state,
+                    "attempts": attempts,
+                    "crashes": crashes,
+                    "error": error,
+                    "token": token,
+                },
+            )
+        return jobs
+
+    # Who is alive
+
+    def _holder(self, held: bool) -> _Holder | None:
+        """This object's proof of life, on the lock file that is there now."""
+        lock, proof = self._lock, self._proof
+        if not held:
+            return None
+        if proof is not None and proof.file.fd >= 0:
+            if proof.ident == _ident_of(lock.path):
+                return proof
+        lock.acquire(True, self._is_closed)
+        try:
+            self._proof = proof = lock.new_holder()
+            return proof
+        finally:
+            lock.release()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _expired(self, link: _SqlLink, older_than: float) -> list[Any]:
+        """Ask the kernel which holders live; of ourselves we know it."""
+        owners = {row[0] for row in self._do(link, _SQLITE_OWNERS).fetchall()}
+        living = {self._proof.number} if self._proof else set()
+        if owners - living:
+            self._lock.acquire(False, self._is_closed)
+            try:
+                living |= {owner for owner in owners if self._lock.holds(owner)}
+            finally:
+                self._lock.release()
+        numbers = ", ".join(map(str, sorted(living & owners)))
+        sql = self._sql(_SQL_EXPIRED).replace("LIVING", numbers)
+        keys = {**self._common(link), "older_than": older_than}
+        return list(link.execute(sql, keys).fetchall())
+
+    # Waiting, verifying, closing
+
+    def _version(self) -> object:
+        return self._run(self._data_version, write=False)
+
+    def _data_version(self, link: Any) -> object:
+        """What each commit changes, those of this connection included."""
+        number = link.execute("PRAGMA data_version", {}).fetchone()[0]
+        return number, link.connection.total_changes, link.ident
+
+    def wait(self, seen: object, seconds: float) -> None:
+        if seen is None:
+            seen = self._watch.news, math.inf, self._version()
+        news, due, version = cast("tuple[int, float, object]", seen)
+        seconds = min(seconds, max(0.0, due - time.monotonic()))
+        self._watch.wait(news, cast(Any, (f"{self._file}-wal", version)), seconds)
+
+    def verify(self) -> list[Damage]:
+        """What SQLite finds wrong; then payloads that are not JSON, by the
+        number of their row."""
+        file, place = os.path.basename(self._file), 0
+        whole = self._driver.sqlite_version_info < (3, 33)
+        check = "PRAGMA quick_check" + ("" if whole else "(tiny_queue_jobs)")
+        try:
+            found = self._run(self._check, check, write=False, nothing=[])
+        except QueueError as exc:
+            if "malformed" not in str(exc):
+                raise
+            found = [(str(exc.__cause__),)]
+        damage = [Damage(file, 0, text) for (text,) in found if text != "ok"]
+        rows = found
+        while rows and not damage:
+            rows = self._run(self._payloads, place, write=False, nothing=[])
+            for place, text in rows:
+                try:
+                    json.loads(text)
+                except (TypeError, ValueError) as exc:
+                    damage.append(Damage(file, place, f"payload: {exc}"))
+        return damage
+
+    def _check(self, link: _SqlLink, statement: str) -> list[Any]:
+        return list(link.execute(statement, {}).fetchall())
+
+    def _payloads(self, link: _SqlLink, after: int) -> list[Any]:
+        keys = {"after": after, "n": _SQL_PAGE}
+        return list(self._do(link, _SQLITE_PAYLOADS, **keys).fetchall())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._check_process()
+        with self._lock.threads():
+            self._closed = True
+            if self._proof is not None:
+                self._proof.file.close()
+            self._disconnect()
+            self._watch.close()
+            self._lock.close()
+
+
+def _at_fork(step: str) -> None:
+    for engine in list(_ENGINES):
+        if isinstance(engine, _SqliteEngine):
+            getattr(engine, step)()
+
+
+if hasattr(os, "register_at_fork"):  # in the child _ENGINES are told anyway
+    os.register_at_fork(
+        before=functools.partial(_at_fork, "before_fork"),
+        after_in_parent=functools.partial(_at_fork, "after_fork"),
+    )
+
+
+class _SqliteWatch(_Watch):
     """Sleeps until somebody commits: that writes to the database's log.
 
     What is written is not yet committed: the log is synced first, and then its
@@ -5075,10 +5746,9 @@ class _LiteWatch(_Watch):
     def _arm(self, log: str) -> bool:
         """Listen to the log that is there now; whether that is news."""
         try:
-            info = os.stat(log)
-            ident = (info.st_dev, info.st_ino)
+            ident = _ident_of(log)
         except OSError:
-            ident = None  # no queue yet
+            ident = None
         if ident == self._ident:
             return False
         self._ear, self._ident = None, ident
@@ -5092,1650 +5762,128 @@ class _LiteWatch(_Watch):
         return True
 
 
-class _LiteCore(_Database):
-    """One connection, its transactions, and what can go wrong with them."""
+# PostgreSQL
+# -----------------------------------------------------------------------------
 
-    def __init__(self, url: str, name: str, **options: Any) -> None:
-        from urllib.parse import quote
-
-        super().__init__(url, name, **options)
-        self._file = _lite_file(url)
-        self.path = self.source = f"sqlite:///{quote(self._file)}"
-        self._driver = _lite_driver()
-        lock = f"{self._file}-tiny_queue.lock"
-        self._lock = _LiteLock(lock, self._lock_timeout, True)
-        self._db: Any = None
-        self._forking = False
-        self._reset()
-        _LITE_ENGINES.add(self)
-
-    def _reset(self) -> None:
-        """Forget all that a process may not share with its parent."""
-        self._begin()
-        self._holder: _Holder | None = None
-        self._idle = True  # the last lease found nothing
-        self._lapses_left: collections.deque[_Lease] = collections.deque()
-        self._watch = _LiteWatch(self._version)
-        if self._db is not None:
-            _LITE_INHERITED.append(self._db)  # closing it would drop locks
-        self._forget()
-
-    def _forget(self) -> None:
-        self._db = None  # a cursor of the connection
-        self._ident: tuple[int, int] | None = None  # of the file that it has open
-        self._readable = self._writable = False  # what was seen to
-        self._synchronous: bool | None = None
-
-    def forked(self) -> None:
-        self._forking = False
-        self._lock.reset()
-        self._reset()
-
-    def __del__(self) -> None:
-        if getattr(self, "_db", None) is not None and self._pid == os.getpid():
-            self._disconnect()
-
-    # Connection
-
-    def before_fork(self) -> None:
-        """Close the connection, between two transactions.
-
-        In a child that inherits one, SQLite takes the locks for its own that
-        its parent holds; a new connection there then has none, and the end of
-        the parent's would delete the log that the child writes to.
-        """
-        if not self._lock.mine():  # as it is in a signal handler's fork
-            self._lock.threads().acquire()
-            self._forking = True
-            self._disconnect()
-
-    def after_fork(self) -> None:
-        if self._lock.mine() and self._forking:
-            self._forking = False
-            self._lock.threads().release()
-
-    def _disconnect(self) -> None:
-        db = self._db
-        self._forget()
-        if db is not None:
-            try:
-                db.connection.close()
-            except self._driver.Error as exc:
-                _log().warning("closing %s: %s", self.path, exc)
-
-    def _connected(self, write: bool) -> Any:
-        """The cursor; None if there is nothing to look at."""
-        try:
-            info = os.stat(self._file)
-            ident = (info.st_dev, info.st_ino)
-        except FileNotFoundError:
-            ident = None
-        if self._ident == ident and (self._writable or self._readable > write):
-            return self._db
-        if self._db is not None and self._ident != ident:
-            self._disconnect()  # what is open has no name any more
-        if self._db is None:
-            if ident is None and not write:
-                return None
-            self._connect(write)
-        if write:
-            self._prepare()
-        else:
-            self._readable = self._known(self._db)
-        return self._db if self._readable else None
-
-    def _connect(self, write: bool) -> None:
-        from urllib.parse import quote
-
-        kind = _file_system(os.path.dirname(self._file))
-        if kind in _LITE_REMOTE:
-            raise QueueError(
-                f"queue {self.path!r}: {kind} is a network file system, whose locks"
-                " SQLite cannot trust; keep the database on a local disk",
-                path=self._file,
-            )
-        root = "" if self._file.startswith("/") else "/"
-        connection = self._driver.connect(
-            f"file://{root}{quote(self._file)}?mode={'rwc' if write else 'rw'}",
-            timeout=0,  # we wait ourselves: in shorter steps
-            isolation_level=None,
-            check_same_thread=False,
-            uri=True,
-        )
-        self._db = connection.cursor()
-        info = os.stat(self._file)
-        self._ident = (info.st_dev, info.st_ino)
-
-    def _prepare(self) -> None:
-        """Make the tables if they are missing, and the database one with a
-        log (WAL): readers and the writer do not wait for each other."""
-        db = self._db
-        if not db.execute("PRAGMA page_count").fetchone()[0]:
-            # A change writes some three pages whole: a tenth less work than 4096.
-            db.execute("PRAGMA page_size = 2048")
-        mode = db.execute("PRAGMA journal_mode").fetchone()[0]
-        if mode != "wal":
-            mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-        if mode != "wal":
-            raise QueueError(
-                f"queue {self.path!r}: SQLite refuses its WAL mode here (it stays"
-                f" {mode!r}); keep the database on a local disk",
-                path=self._file,
-            )
-        self._set_synchronous(self._fsync)
-        self._transaction("BEGIN IMMEDIATE", self._create)
-        self._writable = self._readable = True
-
-    def _create(self, db: Any) -> None:
-        if not self._known(db):
-            for statement in _LITE_TABLES:
-                db.execute(statement)
-        db.execute(_LITE_REGISTER, (self._name, _LITE_FORMAT))
-
-    def _known(self, db: Any) -> bool:
-        """Whether the tables are there, and of the format that we know."""
-        if not db.execute(_LITE_HAS_TABLES).fetchone()[0]:
-            return False
-        for name, found in db.execute(_LITE_FORMATS).fetchall():
-            if found != _LITE_FORMAT:
-                raise QueueError(
-                    f"queue {self.path!r}: its tables have format {found} (queue"
-                    f" {name!r}), this tiny_queue {__version__} knows {_LITE_FORMAT};"
-                    " use the version of tiny_queue that made them, or a newer one",
-                    path=self._file,
-                )
-        return True
-
-    def _set_synchronous(self, full: bool) -> None:
-        """FULL syncs the log at each commit, NORMAL when it is full."""
-        self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
-        self._synchronous = full
-
-    def _version(self) -> object:
-        """What each commit changes, those of this connection included."""
-        return self._transact(self._data_version, write=False)
-
-    def _data_version(self, db: Any) -> object:
-        number = db.execute("PRAGMA data_version").fetchone()[0]
-        return number, db.connection.total_changes, self._ident
-
-    # Transactions
-
-    def _transact(
-        self,
-        body: Callable[..., Any],
-        *args: Any,
-        write: bool = True,
-        synced: bool = True,
-        nothing: Any = None,
-    ) -> Any:
-        """Run body(cursor, *args) as one transaction, under the thread lock.
-
-        `nothing` is the answer where nothing was ever written.  Without
-        `synced` a power cut may forget it.  The lock is released twice: a
-        Ctrl-C at any one line leaves at least one of the two to run.
-        """
-        if self._pid != os.getpid():
-            self.forked()
-        lock = self._lock
-        if lock.mine():
-            raise QueueError(
-                f"queue {self.path!r} is in the middle of a call by this same thread;"
-                " do not call it from a signal handler or finalizer"
-            )
-        mutex = lock.threads()
-        try:
-            try:
-                if not mutex.acquire(timeout=lock.timeout):
-                    raise self._timed_out()
-                if self._closed:
-                    raise self._is_gone()
-                return self._patiently(body, args, write, synced, nothing)
-            finally:
-                if lock.mine():
-                    mutex.release()
-        except self._driver.Error as exc:
-            raise self._refused(exc) from exc
-        except OSError as exc:
-            raise self._refused(exc, str(exc.strerror)) from exc
-        finally:
-            if lock.mine():
-                mutex.release()
-
-    def _patiently(self, *args: Any) -> Any:
-        """Try again while others have the database locked: SQLite's own
-        waiting sleeps up to 100 ms at a time."""
-        deadline, pause = 0.0, 50e-6
-        while True:
-            try:
-                return self._attempt(*args)
-            except self._driver.OperationalError as exc:
-                if not _lite_busy(exc):
-                    raise
-                now = time.monotonic()
-                deadline = deadline or now + self._lock.timeout
-                if now >= deadline:
-                    raise self._timed_out() from exc
-            time.sleep(pause)
-            pause = min(pause * 1.5, 1e-3)
-
-    def _attempt(
-        self,
-        body: Callable[..., Any],
-        args: Any,
-        write: bool,
-        synced: bool,
-        nothing: Any,
-    ) -> Any:
-        db = self._connected(write)
-        if db is None:
-            return nothing
-        if not write:
-            return self._transaction("BEGIN", body, *args)
-        if self._synchronous is not (self._fsync and synced):
-            self._set_synchronous(self._fsync and synced)
-        return self._transaction("BEGIN IMMEDIATE", body, *args)
-
-    def _transaction(self, begin: str, body: Callable[..., Any], *args: Any) -> Any:
-        db = self._db
-        if db.connection.in_transaction:  # two Ctrl-C, or a ROLLBACK that failed
-            db.execute("ROLLBACK")
-        try:
-            try:
-                db.execute(begin)
-                result = body(db, *args)
-                db.execute("COMMIT")
-                return result
-            except BaseException:
-                if db.connection.in_transaction:
-                    db.execute("ROLLBACK")
-                raise
-        except BaseException:  # a Ctrl-C there: all others would find it locked
-            if db.connection.in_transaction:
-                db.execute("ROLLBACK")
-            raise
-
-    def _is_gone(self) -> QueueClosedError:
-        return QueueClosedError(
-            f"queue {self.path!r} is closed; make a new Queue", path=self.path
-        )
-
-    def _timed_out(self) -> LockTimeoutError:
-        return LockTimeoutError(
-            f"database {self.path!r} stayed locked for {self._lock.timeout:g} s: a"
-            " transaction is open there for writing; end it, or pass connection= if"
-            " it is this thread's own (nothing is lost)",
-            path=self.path,
-            timeout=self._lock.timeout,
-        )
-
-    def _refused(self, exc: Exception, text: str = "") -> QueueError:
-        text = text or str(exc)
-        advice = "nothing was acknowledged"
-        for part, what in _LITE_ADVICE:
-            if part in text:
-                advice = what
-                break
-        return QueueError(
-            f"queue {self.path!r}: {text}; {advice}",
-            errno=getattr(exc, "errno", None),
-            path=self._file,
-        )
-
-
-def _lite_payload(text: str) -> Any:
-    """None for what is no JSON: a lease makes such a job dead and says so."""
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        return None
-
-
-def _lite_busy(exc: Exception) -> bool:
-    return any(part in str(exc) for part in _LITE_BUSY)
-
-
-_LITE_ENGINES: weakref.WeakSet[_LiteCore] = weakref.WeakSet()
-_LITE_INHERITED: list[Any] = []  # never closed: see before_fork()
-
-
-def _lite_before_fork() -> None:
-    for engine in list(_LITE_ENGINES):
-        engine.before_fork()
-
-
-def _lite_after_fork_in_parent() -> None:
-    for engine in list(_LITE_ENGINES):
-        engine.after_fork()
-
-
-def _lite_after_fork_in_child() -> None:
-    for engine in list(_LITE_ENGINES):
-        engine.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_lite_before_fork,
-        after_in_parent=_lite_after_fork_in_parent,
-        after_in_child=_lite_after_fork_in_child,
-    )
-
-
-class _LiteJoins(_LiteCore):
-    """Changes inside the caller's own transaction."""
-
-    def _join(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
-        """Run body(cursor, *args) inside the transaction of a connection.
-
-        Where its driver would begin one before the caller's own INSERT, one
-        is begun; an error leaves the transaction as it was.
-        """
-        if self._pid != os.getpid():
-            self.forked()
-        if self._closed:
-            raise self._is_gone()
-        driver = self._driver
-        if not isinstance(connection, driver.Connection):
-            raise TypeError(
-                "connection: must be a sqlite3.Connection, not"
-                f" {type(connection).__name__}; wrappers have one inside"
-            )
-        # Read as ours does, whatever the caller has set.
-        factory, connection.text_factory = connection.text_factory, str
-        try:
-            db = driver.Cursor(connection)
-            self._check_joins(connection, db)
-            return self._within(connection, db, body, args)
-        except driver.Error as exc:
-            if not _lite_busy(exc):
-                raise self._refused(exc) from exc
-            raise LockTimeoutError(
-                f"database {self.path!r} is locked: another transaction is open for"
-                " writing, or has written since this one began to read; roll back and"
-                " do it again, best from BEGIN IMMEDIATE on",
-                path=self.path,
-            ) from exc
-        finally:
-            connection.text_factory = factory
-
-    def _within(
-        self, connection: Any, db: Any, body: Callable[..., Any], args: Any
-    ) -> Any:
-        began = not connection.in_transaction
-        try:
-            try:
-                if began:
-                    db.execute("BEGIN IMMEDIATE")
-                db.execute("SAVEPOINT tiny_queue_call")
-                self._create(db)
-                result = body(db, *args)
-                db.execute("RELEASE tiny_queue_call")
-                return result
-            except BaseException:
-                self._undo(db, began)
-                raise
-        except BaseException:  # a Ctrl-C there
-            self._undo(db, began)
-            raise
-
-    def _undo(self, db: Any, began: bool) -> None:
-        """Again, it finds nothing to undo: the savepoint is gone."""
-        if not db.connection.in_transaction:
-            return  # a full disk may have ended it
-        if began:
-            db.execute("ROLLBACK")
-        else:
-            try:
-                db.execute("ROLLBACK TO tiny_queue_call")
-                db.execute("RELEASE tiny_queue_call")
-            except self._driver.OperationalError as exc:
-                if "no such savepoint" not in str(exc):
-                    raise
-
-    def _check_joins(self, connection: Any, db: Any) -> None:
-        files = {row[1]: row[2] for row in db.execute("PRAGMA database_list")}
-        try:
-            same = os.path.samefile(files.get("main") or "", self._file)
-        except FileNotFoundError:
-            same = False
-        if not same:
-            raise ValueError(
-                f"connection: its main database is not that of queue {self.path!r};"
-                " only within one database do two changes commit together"
-            )
-        automatic = getattr(connection, "autocommit", None) is True  # from 3.12 on
-        if connection.isolation_level is None or automatic:
-            if connection.in_transaction:
-                return
-            raise ValueError(
-                "connection: it is in autocommit mode with no transaction open, so"
-                ' there is nothing to be part of; execute("BEGIN IMMEDIATE") first'
-            )
-
-
-class _LiteLeases(_LiteJoins):
-    """Putting, leasing, and telling whose lease is over."""
-
-    # Insert
-
-    def insert(
-        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
-    ) -> list[Job]:
-        if connection is None:
-            found = self._transact(self._insert, new, exist_ok)
-        else:
-            found = self._join(connection, self._insert, new, exist_ok, False)
-        if isinstance(found, DuplicateJobError):
-            raise found
-        return cast("list[Job]", found)
-
-    def _insert(
-        self, db: Any, new: Sequence[_New], exist_ok: bool, own: bool = True
-    ) -> list[Job] | DuplicateJobError:
-        for item in new:
-            row = None if item.id is None else self._row(db, item.id)
-            if row is not None:
-                if own and self._fsync:  # it may be of somebody without fsync
-                    db.execute(_LITE_TOUCH, (self._name,))
-                job = self._view(row)
-                if not (own or exist_ok):
-                    raise self._duplicate(job)  # which ends what was begun for it
-                return [job] if exist_ok else self._duplicate(job)
-        now = time.time()
-        jobs = [self._job_of(item, now) for item in new]
-        rows = [self._new_row(item, job) for item, job in zip(new, jobs)]
-        db.executemany(_LITE_INSERT, rows)
-        return jobs
-
-    def _new_row(self, item: _New, job: Job) -> tuple[object, ...]:
-        return (
-            self._name,
-            job.id if item.id is None else _to_column(item.id),
-            random.getrandbits(48),  # so that an id put again has another
-            "delayed" if job.run_at else "ready",
-            job.priority,
-            job.created_at,
-            job.run_at,
-            item.max_retries,
-            item.text,
-        )
-
-    def _job_of(self, item: _New, now: float) -> Job:
-        run_at = 0.0
-        if item.at is not None:
-            run_at = item.at if item.at > now else 0.0
-        elif item.delay:
-            run_at = now + item.delay
-        id = self._fresh() if item.id is None else item.id
-        return self._new_job(item, id, now, run_at)
-
-    def _row(self, db: Any, id: str) -> _LiteRow | None:
-        row = db.execute(_LITE_FIND, (self._name, _to_column(id))).fetchone()
-        return None if row is None else _LiteRow._make(row)
-
-    def _view(self, row: _LiteRow) -> Job:
-        return self._shown(
-            row.id, row.state, row.attempts, row.priority, row.created_at, row.run_at,
-            row.leased_at, row.lease_until, row.last_error, row.max_retries, row.token,
-            _lite_payload(row.payload),
-        )  # fmt: skip
-
-    # Lease
-
-    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
-        news = self._watch.news
-        if self._idle:  # look first: a poll of an idle queue writes nothing
-            nothing = (math.inf, None)
-            due, version = self._transact(self._glance, write=False, nothing=nothing)
-            if due is not None:
-                return _Leased([], [], (news, due, version))
-        while True:
-            args = (n, seconds, held, again)
-            jobs, lapses, due, seen = self._transact(self._lease, *args, synced=False)
-            if due:
-                break
-        self._idle = not jobs
-        return _Leased(jobs, lapses, (news, due, seen))
-
-    def _glance(self, db: Any) -> tuple[float | None, object]:
-        """When the next job is due, or None if there is something to do now;
-        and the version of the database that says so."""
-        now, due = time.time(), self._next_due(db)
-        if due <= now or db.execute(_LITE_ANY_READY, (self._name,)).fetchone():
-            return None, None
-        if self._over(db, time.monotonic(), now, math.inf):
-            return None, None
-        return due, self._data_version(db)
-
-    def _next_due(self, db: Any) -> float:
-        row = db.execute(_LITE_NEXT_DUE, (self._name,)).fetchone()
-        return math.inf if row is None else cast(float, row[0])
-
-    def _lease(
-        self, db: Any, n: int, seconds: float, held: bool, again: bool
-    ) -> tuple[list[Job], list[_Lapse], float, object]:
-        """The last items are when to come again, where 0.0 is at once, and the
-        version of the database."""
-        now, clock = time.time(), time.monotonic()
-        ready = self._heads(db, n, now)
-        undecided: list[_Lapse] = []
-        nothing = not (again or ready or self._lapses_left)
-        if nothing or clock - self._looked >= _TICK:
-            self._looked = clock
-            self._lapses_left, undecided = self._split(
-                self._over(db, clock, now, math.inf)
-            )
-        picks = self._pick(db, n, ready)
-        if not picks:
-            return [], undecided, self._next_due(db), self._data_version(db)
-        holder = self._live_holder() if held else None
-        number = holder.number if holder else 0
-        jobs = []
-        for row, lapses in picks:
-            token, until = self._fresh(), now + seconds
-            stamp = (token, number, clock, now, now, until, self._name, row.place)
-            try:
-                jobs.append(self._leased_job(row, token, now, until, holder))
-                db.execute(_LITE_LEASE, (lapses, row.last_error, *stamp))
-            except (TypeError, ValueError, RecursionError) as exc:
-                note = _to_column(f"its payload is not JSON: {exc}")
-                db.execute(_LITE_SPOILT, (note, row.place))
-        return jobs, undecided, math.inf if jobs or undecided else 0.0, None
-
-    def _heads(self, db: Any, n: int, now: float) -> collections.deque[_LiteRow]:
-        """The first of those that are due, delayed ones included."""
-        keys = {"name": self._name, "n": n}
-        rows = db.execute(_LITE_HEADS, keys).fetchall()
-        if not rows or (rows[0][-1] is not None and rows[0][-1] <= now):
-            if db.execute(_LITE_RIPEN, (self._name, now)).rowcount:
-                rows = db.execute(_LITE_HEADS, keys).fetchall()
-        return collections.deque([_LiteRow._make(row[:-1]) for row in rows])
-
-    def _leased_job(
-        self,
-        row: _LiteRow,
-        token: str,
-        leased_at: float,
-        until: float,
-        holder: _Holder | None,
-        again: bool = False,
-    ) -> Job:
-        return Job(
-            _from_column(row.id),
-            json.loads(row.payload),
-            "inflight",
-            row.attempts + (not again),
-            row.priority,
-            row.created_at,
-            row.run_at,
-            leased_at,
-            until,
-            None if row.last_error is None else _from_column(row.last_error),
-            self._retries(row.max_retries),
-            token,
-            holder,
-        )
-
-    def _pick(
-        self, db: Any, n: int, ready: collections.deque[_LiteRow]
-    ) -> list[tuple[_LiteRow, int]]:
-        """Take up to n jobs with their lapses: by priority; in one priority
-        first those of dead holders, then by place."""
-        picks: list[tuple[_LiteRow, int]] = []
-        lapsed = self._lapses_left
-        while len(picks) < n and (lapsed or ready):
-            if lapsed and (not ready or lapsed[0].priority >= ready[0].priority):
-                lease = lapsed.popleft()
-                row = self._row(db, lease.id)
-                if row is not None and (row.state, row.rev) == ("inflight", lease.rev):
-                    error = _to_column(self._reason(lease))
-                    picks.append((row._replace(last_error=error), lease.lapses + 1))
-            else:
-                row = ready.popleft()
-                picks.append((row, row.lapses))
-        return picks
-
-    # Who is alive
-
-    def _live_holder(self) -> _Holder | None:
-        """This object's proof of life, on the lock file that is there now."""
-        lock, holder = self._lock, self._holder
-        if holder is not None and holder.file.fd >= 0:
-            try:
-                info = os.lstat(lock.path)
-                if holder.ident == (info.st_dev, info.st_ino):
-                    return holder
-            except FileNotFoundError:
-                pass  # it is made anew
-        lock.acquire(True, self._is_closed)
-        try:
-            self._holder = holder = lock.new_holder()
-            return holder
-        finally:
-            lock.release()
-
-    def _is_closed(self) -> bool:
-        return self._closed
-
-    def _over(
-        self, db: Any, clock: float, now: float, older_than: float
-    ) -> list[_Lease]:
-        """Leases that ended unsettled, with the reason, in their order."""
-        rows = db.execute(_LITE_LEASES, (self._name,)).fetchall()
-        alive = self._alive({row[6] for row in rows} - {0})
-        over = []
-        for id, *fields in rows:
-            lease = _Lease(b"", _from_column(id), *fields)
-            reason = lease.over(alive.get(lease.holder), clock, now, older_than)
-            if reason:
-                over.append(lease._replace(reason=reason))
-        return over
-
-    def _alive(self, numbers: set[int]) -> dict[int, bool]:
-        """Which holders live; asks the kernel about those that are not us."""
-        mine = self._holder.number if self._holder else 0
-        alive = {mine: True}
-        if numbers - {mine}:
-            self._lock.acquire(False, self._is_closed)
-            try:
-                for number in numbers - {mine}:
-                    alive[number] = self._lock.holds(number)
-            finally:
-                self._lock.release()
-        alive.pop(0, None)
-        return alive
-
-    def lapsed(self, older_than: float) -> list[_Lapse]:
-        found = self._transact(self._lapsed, older_than, write=False, nothing=[])
-        return cast("list[_Lapse]", found)
-
-    def _lapsed(self, db: Any, older_than: float) -> list[_Lapse]:
-        over = self._over(db, time.monotonic(), time.time(), older_than)
-        return [self._lapse(lease) for lease in over]
-
-    def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
-        return cast(int, self._transact(self._give_back, verdicts)) if verdicts else 0
-
-    def _give_back(
-        self, db: Any, verdicts: Sequence[tuple[_Lapse, float | None, str]]
-    ) -> int:
-        count = 0
-        for lapse, delay, error in verdicts:
-            fence = (self._name, _to_column(lapse.id), lapse.rev)
-            if delay is None:
-                db.execute(_LITE_GIVE_UP, (_to_column(error), *fence))
-            else:
-                change = (*self._pending(delay), _to_column(error))
-                db.execute(_LITE_GIVE_BACK, (*change, *fence))
-            count += db.rowcount
-        return count
-
-    def _pending(self, delay: float) -> tuple[str, float]:
-        """State and run_at of a job that is due after a delay."""
-        return ("delayed", time.time() + delay) if delay else ("ready", 0.0)
-
-
-class _LiteMoves(_LiteLeases):
-    """Jobs on their way to another queue or from one."""
-
-    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
-        args = (state, n, seconds, prefix)
-        return cast("list[_Parcel]", self._transact(self._hold, *args, nothing=[]))
-
-    def _hold(
-        self, db: Any, state: str, n: int, seconds: float, prefix: str
-    ) -> list[_Parcel]:
-        rows: list[Any] = []
-        for sql in _LITE_HOLDABLE[state]:
-            rows += db.execute(sql, (self._name, n - len(rows))).fetchall()
-        return self._hold_rows(db, rows, state, seconds, prefix)
-
-    def _hold_rows(
-        self, db: Any, rows: list[Any], state: str, seconds: float, prefix: str
-    ) -> list[_Parcel]:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
-        parcels = []
-        for row in map(_LiteRow._make, rows):
-            was = row.was or state
-            turn, token = turn + 1, f"{prefix}{self._fresh()}-{was}"
-            parcels.append(self._parcel(row, was, token))
-            stamp = (token, clock, now, now + seconds, turn, was, row.place)
-            db.execute(_LITE_HOLD, stamp)
-        return parcels
-
-    def _parcel(self, row: _LiteRow, state: str, token: str) -> _Parcel:
-        return _Parcel(
-            _from_column(row.id),
-            row.payload,
-            state,
-            row.attempts,
-            row.priority,
-            row.created_at,
-            row.run_at,
-            row.leased_at,
-            None if row.last_error is None else _from_column(row.last_error),
-            row.max_retries,
-            row.lapses,
-            token,
-        )
-
-    def held(self, prefix: str) -> list[_Parcel]:
-        found = self._transact(self._held, prefix, write=False, nothing=[])
-        return cast("list[_Parcel]", found)
-
-    def _held(self, db: Any, prefix: str) -> list[_Parcel]:
-        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
-        return [
-            self._parcel(row, row.was or "pending", cast(str, row.token))
-            for row in map(_LiteRow._make, rows)
-        ]
-
-    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
-        found = self._transact(self._rehold, seconds, prefix, nothing=[])
-        return cast("list[_Parcel]", found)
-
-    def _rehold(self, db: Any, seconds: float, prefix: str) -> list[_Parcel]:
-        rows = db.execute(_LITE_HELD, (self._name, prefix, prefix)).fetchall()
-        return self._hold_rows(db, rows, "pending", seconds, prefix)
-
-    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        self._transact(self._adopt, parcels, seconds)
-
-    def _adopt(self, db: Any, parcels: Sequence[_Parcel], seconds: float) -> None:
-        now, clock = time.time(), time.monotonic()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0]
-        for parcel in parcels:
-            turn += 1
-            row = self._row(db, parcel.id)
-            if row is not None:
-                raise self._duplicate(self._view(row))
-            error = parcel.last_error
-            values = (
-                self._name,
-                _to_column(parcel.id),
-                random.getrandbits(48),
-                parcel.attempts,
-                parcel.priority,
-                parcel.created_at,
-                parcel.run_at,
-                parcel.max_retries,
-                parcel.lapses,
-                None if error is None else _to_column(error),
-                parcel.token,
-                clock,
-                parcel.leased_at,
-                now,
-                now + seconds,
-                turn,
-                parcel.state,
-                parcel.text,
-            )
-            db.execute(_LITE_ADOPT, values)
-
-    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
-        return cast("set[str]", self._transact(self._drop, parcels))
-
-    def _drop(self, db: Any, parcels: Sequence[_Parcel]) -> set[str]:
-        void = set()
-        for parcel in parcels:
-            fence = (self._name, _to_column(parcel.id), parcel.token)
-            if not db.execute(_LITE_DONE, fence).rowcount:
-                void.add(parcel.id)
-        return void
-
-    def let_go(self, parcels: Sequence[_Parcel]) -> None:
-        self._transact(self._let_go, parcels)
-
-    def _let_go(self, db: Any, parcels: Sequence[_Parcel]) -> None:
-        now = time.time()
-        for parcel in parcels:
-            state = "delayed" if parcel.run_at > now else "ready"
-            fence = (self._name, _to_column(parcel.id), parcel.token)
-            change = (
-                "dead" if parcel.state == "dead" else state,
-                parcel.run_at,
-                parcel.leased_at,
-            )
-            db.execute(_LITE_LET_GO, (*change, *fence))
-
-
-class _LiteEngine(_LiteMoves):
-    """The engine for a SQLite database, the application's own or another."""
-
-    # Settle, extend
-
-    def settle(
-        self,
-        job: Job,
-        outcome: str,
-        delay: float = 0.0,
-        error: str | None = None,
-        counted: bool = True,
-        connection: Any = None,
-    ) -> None:
-        note = None if error is None else _to_column(error)
-        change: tuple[object, ...] = ()
-        if outcome == "done":
-            statement = _LITE_DONE
-        elif outcome == "dead":
-            statement, change = _LITE_BURY, (note,)
-        elif counted:
-            statement, change = _LITE_RETRY, (*self._pending(delay), note)
-        else:
-            statement, change = _LITE_RELEASE, self._pending(delay)
-        if connection is None:
-            self._transact(self._settle, statement, change, job)
-        else:
-            self._join(connection, self._settle, statement, change, job)
-
-    def _settle(self, db: Any, statement: str, change: Any, job: Job) -> None:
-        fence = (self._name, _to_column(job.id), job.token)
-        if db.execute(statement, (*change, *fence)).rowcount != 1:
-            raise self._lost(job)
-
-    def extend(self, job: Job, seconds: float) -> Job:
-        return cast(Job, self._transact(self._extend, job, seconds, synced=False))
-
-    def _extend(self, db: Any, job: Job, seconds: float) -> Job:
-        row = self._row(db, job.id)
-        if row is None or row.state != "inflight" or row.token != job.token:
-            raise self._lost(job)
-        holder = self._live_holder() if row.holder else None
-        now = time.time()
-        turn = db.execute(_LITE_LAST_TURN, (self._name,)).fetchone()[0] + 1
-        change = (holder.number if holder else 0, time.monotonic(), now, now + seconds)
-        fence = (self._name, _to_column(job.id), job.token)
-        db.execute(_LITE_EXTEND, (*change, turn, *fence))
-        leased_at = now if row.leased_at is None else row.leased_at
-        token = cast(str, job.token)
-        return self._leased_job(row, token, leased_at, now + seconds, holder, True)
-
-    # Looking, removing, replaying
-
-    def names(self) -> list[str] | None:
-        return cast("list[str] | None", self._transact(self._names, write=False))
-
-    def _names(self, db: Any) -> list[str]:
-        return [name for name, _ in db.execute(_LITE_FORMATS).fetchall()]
-
-    def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
-        """The first thousand as they are now, others as they are when read."""
-        states = list(_NAME_OF) if state is None else [state]
-        places, first = self._transact(
-            self._snapshot, states, limit, write=False, nothing=(array("q"), [])
-        )
-        return self._records(places, first, state)
-
-    def _snapshot(
-        self, db: Any, states: list[str], limit: int | None
-    ) -> tuple[array[int], list[Job]]:
-        places = array("q")
-        for state in states:
-            left = -1 if limit is None else limit - len(places)
-            keys = {"name": self._name, "n": left}
-            places.extend(row[0] for row in db.execute(_LITE_PLACES[state], keys))
-        return places, self._page(db, places[:_LITE_PAGE])
-
-    def _page(self, db: Any, places: Iterable[int]) -> list[Job]:
-        jobs = []
-        for place in places:
-            row = db.execute(_LITE_AT, (place, self._name)).fetchone()
-            if row is not None:
-                jobs.append(self._view(_LiteRow._make(row)))
-        return jobs
-
-    def _records(
-        self, places: array[int], jobs: list[Job], state: str | None
-    ) -> Iterator[Job]:
-        yield from jobs
-        for start in range(_LITE_PAGE, len(places), _LITE_PAGE):
-            some = places[start : start + _LITE_PAGE]
-            for job in self._transact(self._page, some, write=False, nothing=[]):
-                if state in (None, job.state):
-                    yield job
-
-    def find(self, id: str) -> Job:
-        row = self._transact(self._row, id, write=False)
-        if row is None:
-            raise self._unknown(id, "pending, inflight or dead")
-        return self._view(row)
-
-    def requeue(self, id: str | None) -> int:
-        if id is not None:
-            if not self._transact(self._requeue, [_to_column(id)]):
-                raise self._unknown(id, "dead")
-            return 1
-        count = 0
-        last = self._transact(self._last_place, write=False, nothing=0)
-        while some := self._transact(self._dead, last, write=False, nothing=[]):
-            count += self._transact(self._requeue, some)
-        return count
-
-    def _last_place(self, db: Any) -> int:
-        return cast(int, db.execute(_LITE_LAST_PLACE).fetchone()[0])
-
-    def _dead(self, db: Any, last: int) -> list[str]:
-        rows = db.execute(_LITE_DEAD, (self._name, last, 1000)).fetchall()
-        return [row[0] for row in rows]
-
-    def _requeue(self, db: Any, columns: list[str]) -> int:
-        count = 0
-        for column in columns:
-            count += db.execute(_LITE_REQUEUE, (self._name, column)).rowcount
-        return count
-
-    def remove(self, id: str) -> bool:
-        return bool(self._transact(self._delete, _LITE_REMOVE, (_to_column(id),)))
-
-    def _delete(self, db: Any, statement: str, values: tuple[object, ...]) -> int:
-        return cast(int, db.execute(statement, (self._name, *values)).rowcount)
-
-    def purge(self, state: str, older_than: float) -> int:
-        """In parts: others get their turn in between."""
-        count = 0
-        since = time.time() - older_than if older_than else math.inf
-        last = self._transact(self._last_place, write=False, nothing=0)
-        for kind in ("ready", "delayed") if state == "pending" else (state,):
-            while some := self._transact(
-                self._delete, _LITE_PURGE, (kind, last, since)
-            ):
-                count += some
-        return count
-
-    def counts(self) -> Stats:
-        empty = Stats(0, 0, 0, 0, 0, None, None, 0)
-        return cast(Stats, self._transact(self._counts, write=False, nothing=empty))
-
-    def _counts(self, db: Any) -> Stats:
-        now = time.time()
-        found = db.execute(_LITE_COUNTS, {"name": self._name, "now": now}).fetchone()
-        ready, late, delayed, inflight, dead, due = found
-        return Stats(
-            ready + late,
-            delayed,
-            inflight,
-            dead,
-            0,
-            self._oldest(db, now),
-            due,
-            db.execute(_LITE_SIZE).fetchone()[0],
-        )
-
-    def _oldest(self, db: Any, now: float) -> float | None:
-        """Of the first of each priority, and of those that have become due."""
-        keys = {"name": self._name, "now": now}
-        since = db.execute(_LITE_OLDEST_LATE, keys).fetchone()[0]
-        priority = _MAX_PRIORITY + 1
-        while True:
-            row = db.execute(_LITE_OLDEST, (self._name, priority)).fetchone()
-            if row is None:
-                return cast("float | None", since)
-            priority = row[0]
-            since = row[1] if since is None else min(since, row[1])
-
-    # Waiting, verifying, closing
-
-    def wait(self, seen: object, seconds: float) -> None:
-        news, due, version = cast("tuple[int, float, object]", seen)
-        seconds = min(seconds, max(0.0, due - time.time()))
-        self._watch.wait(news, cast(Any, (f"{self._file}-wal", version)), seconds)
-
-    def compact(self) -> None:
-        raise QueueError(
-            f"queue {self.path!r}: there is nothing to compact, as SQLite reuses the"
-            " space of jobs that are gone; VACUUM makes the file itself smaller",
-            path=self._file,
-        )
-
-    def verify(self) -> list[Damage]:
-        """What SQLite finds wrong; then payloads that are not JSON, by the
-        number of their row."""
-        file = os.path.basename(self._file)
-        whole = self._driver.sqlite_version_info < (3, 33)
-        check = "PRAGMA quick_check" + ("" if whole else "(tiny_queue_jobs)")
-        try:
-            found = self._transact(self._check, check, write=False, nothing=[])
-        except QueueError as exc:
-            if "malformed" not in str(exc):
-                raise
-            found = [str(exc.__cause__)]
-        damage = [Damage(file, 0, text) for text in found if text != "ok"]
-        place = 0
-        while not damage:
-            rows = self._transact(self._payloads, place, write=False, nothing=[])
-            for place, text in rows:
-                try:
-                    json.loads(text)
-                except (TypeError, ValueError) as exc:
-                    damage.append(Damage(file, place, f"payload: {exc}"))
-            if not rows:
-                break
-        return damage
-
-    def _check(self, db: Any, statement: str) -> list[str]:
-        return [row[0] for row in db.execute(statement).fetchall()]
-
-    def _payloads(self, db: Any, place: int) -> list[tuple[int, str]]:
-        return list(db.execute(_LITE_PAYLOADS, (self._name, place)).fetchall())
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        if self._pid != os.getpid():
-            self.forked()
-        with self._lock.threads():
-            self._closed = True
-            if self._holder is not None:
-                self._holder.file.close()
-            self._disconnect()
-            self._watch.close()
-            self._lock.close()
-
-
-_ENGINE_OF["sqlite"] = _LiteEngine
-
-
-# PostgreSQL engine
-# =============================================================================
-# One table of live jobs in a schema of choice.  A job's `place` is that of its
-# last change in the order of all, as a line's place in a file is.  In the text
-# below HOME stands for the schema, quoted, and NOW for the server's clock,
-# which stands still in a statement but not in a transaction; everything else
-# comes as a parameter.
-#
 # No statement leaves the planner a choice that grows with the backlog: its
 # statistics may be of a queue that was empty.  Rows that a statement has locked
-# are changed by their ctid, which no other way leads to.  Rows named by id are
-# looked up one by one in a LATERAL that cannot be pulled up.  And `state || ''`
-# keeps it from reading a whole partial index for the sake of one id, `queue ||
-# ''` from reading a whole queue for the sake of the few that are inflight.
-
-_PG_VERSION = 1  # of the tables
-_PG_DEFAULT_SCHEMA = "tiny_queue"
-_PG_POLL = 0.25  # seconds between two looks without LISTEN
+# are changed by their ctid, which no other way leads to.
 _PG_QUIET = 0.01  # seconds between two NOTIFYs of one process
-_PG_RIPE = 1000  # delayed jobs made ready by one statement
-_PG_PAGE = 500  # jobs read by one statement of a snapshot
-_PG_BATCH = 10_000  # jobs removed or replayed by one statement
-_PG_FRONT = 2**62  # taken off the place of a job that goes to the front
-
-_PG_MAKE = """
--- Instants are epoch seconds; text that no database takes is kept as JSON.  The
--- first rev is a random one, so that an id put again has another.
-CREATE SEQUENCE IF NOT EXISTS HOME.tiny_queue_place;
-CREATE TABLE HOME.tiny_queue_job (
-    place bigint NOT NULL DEFAULT nextval('HOME.tiny_queue_place'),
-    rev bigint NOT NULL DEFAULT (random() * 1e12),
-    created_at double precision NOT NULL,
-    run_at double precision NOT NULL,
-    leased_at double precision,
-    renewed_at double precision,
-    lease_until double precision,
-    owner bigint,
-    attempts bigint NOT NULL DEFAULT 0,
-    max_retries bigint,
-    priority integer NOT NULL,
-    lapses integer NOT NULL DEFAULT 0,
-    state text COLLATE "C" NOT NULL,
-    queue text COLLATE "C" NOT NULL,
-    id text COLLATE "C" NOT NULL,
-    token text COLLATE "C",
-    moved_from text COLLATE "C",
-    last_error text,
-    payload json NOT NULL,
-    PRIMARY KEY (queue, id)
-) WITH (
-    fillfactor = 80,
-    autovacuum_vacuum_threshold = 2000, autovacuum_vacuum_scale_factor = 0.02,
-    autovacuum_analyze_threshold = 2000, autovacuum_analyze_scale_factor = 0.1,
-    autovacuum_vacuum_cost_delay = 0
-);
-CREATE INDEX tiny_queue_ready ON HOME.tiny_queue_job
-    (queue, priority DESC, place) WHERE state = 'ready';
-CREATE INDEX tiny_queue_delayed ON HOME.tiny_queue_job
-    (queue, run_at) WHERE state = 'delayed';
-CREATE INDEX tiny_queue_inflight ON HOME.tiny_queue_job
-    (queue, place) WHERE state = 'inflight';
-CREATE INDEX tiny_queue_dead ON HOME.tiny_queue_job
-    (queue, place) WHERE state = 'dead';
-CREATE TABLE HOME.tiny_queue_queues (name text COLLATE "C" PRIMARY KEY);
-CREATE TABLE HOME.tiny_queue_version (version integer NOT NULL);
-INSERT INTO HOME.tiny_queue_version VALUES (1);
-"""
-
-_PG_HAS = """
--- Looking creates nothing, and needs no right.
-SELECT EXISTS (
-    SELECT 1 FROM pg_catalog.pg_class AS c
-    JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
-    WHERE n.nspname = %(schema)s AND c.relname = 'tiny_queue_version'
-), EXISTS (SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = %(schema)s)
-"""
-
-_PG_FIND_VERSION = """
--- Tables of another version are left alone.
-SELECT version FROM HOME.tiny_queue_version
-"""
-
-_PG_REGISTER = """
--- A drained queue is still there.
-INSERT INTO HOME.tiny_queue_queues VALUES (%(queue)s) ON CONFLICT DO NOTHING
-"""
-
-_PG_NAMES = """
--- Queues that were ever written to.
-SELECT name FROM HOME.tiny_queue_queues ORDER BY name
-"""
-
-_PG_MAKERS_LOCK = """
--- Of all who come first one makes the tables.
-SELECT pg_advisory_xact_lock(%(family)s, 0)
-"""
-
-_PG_MAKE_SCHEMA = """
--- The role may lack the right to, so only where there is none.
-CREATE SCHEMA HOME
-"""
-
-_PG_SET_UP = """
--- Nothing outlives lock_timeout; a dead worker's connection ends soon.
-SELECT set_config(name, coalesce(%(settings)s::json ->> name, ''), false)
-FROM pg_catalog.pg_settings WHERE %(settings)s::json ->> name IS NOT NULL
-"""
-
+_PG_POLL = 0.25  # seconds between two looks without LISTEN
+_PG_TOGETHER = 8  # changes that are one statement with a take
 _PG_NOW = "extract(epoch FROM statement_timestamp())::float8"
-_PG_ROW = """id, state, attempts, priority, created_at, run_at, leased_at,
-    lease_until, last_error, max_retries, token, payload::text"""
-
-_PG_LAZY = "CASE WHEN %(lazy)s THEN set_config('synchronous_commit', 'off', true) END"
-_PG_TELL = "CASE WHEN %(tell)s THEN pg_notify(%(channel)s, '')::text END"
-
-_PG_PUT = """
--- A job is due at an instant of the server's clock; a live id changes nothing.
-INSERT INTO HOME.tiny_queue_job
-    (queue, id, state, priority, created_at, run_at, max_retries, payload)
-SELECT %(queue)s, %(id)s, CASE WHEN due > NOW THEN 'delayed' ELSE 'ready' END,
-    %(priority)s, NOW, CASE WHEN due > NOW THEN due ELSE 0 END,
-    %(max_retries)s::bigint, %(payload)s::json
-FROM (SELECT coalesce(%(at)s::float8, %(delay)s::float8 + NOW)) AS new (due)
-ON CONFLICT (queue, id) DO NOTHING
-RETURNING created_at, run_at, TELL, LAZY
-"""
-
-_PG_PUT_MANY = """
--- All or none, in the order given.
-WITH put AS (
-    INSERT INTO HOME.tiny_queue_job
-        (queue, id, state, priority, created_at, run_at, payload)
-    SELECT %(queue)s, new.id, CASE WHEN %(delay)s > 0 THEN 'delayed' ELSE 'ready' END,
-        %(priority)s, NOW,
-        CASE WHEN %(delay)s > 0 THEN NOW + %(delay)s ELSE 0 END, new.payload::json
-    FROM unnest(%(ids)s::text[], %(payloads)s::text[])
-        WITH ORDINALITY AS new (id, payload, n)
-    ORDER BY new.n IF_ALIVE RETURNING id
+_PG_WORDS = {  # beside those of the schema
+    "NOW": _PG_NOW,
+    "CLOCK": _PG_NOW,  # the only one that all hosts see
+    "UNLOCKED": "(SELECT rev FROM JOBS WHERE queue = :queue AND id = :id"
+    " AND rev = :fence FOR UPDATE SKIP LOCKED)",
+    # It must not read a whole queue for the sake of the few that are inflight.
+    "OURS": "queue || ''",
+    "FORMAT": "coalesce((to_jsonb(queue) ->> 'format')::int, 1)",
+    "GREATEST": "greatest",
+    "SERIAL": "bigserial",
+    "TEXT": 'text COLLATE "C"',
+    "JSON": "json",
+    "LIVING": "SELECT objid::bigint FROM pg_catalog.pg_locks WHERE locktype ="
+    " 'advisory' AND objsubid = 2 AND classid = :family::bigint::oid AND database ="
+    " (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())",
+    "TELL": "CASE WHEN :tell THEN pg_notify(:channel, '')::text END",
+    "LAZY": "CASE WHEN :lazy THEN set_config('synchronous_commit', 'off', true) END",
+}
+_PG_TABLES = (
+    *_SQL_TABLES,
+    """CREATE INDEX  -- the order of waiting, where place is no row's number
+    IF NOT EXISTS tiny_queue_pending ON JOBS (queue, place)
+    WHERE state IN ('ready', 'delayed')""",
+    """ALTER TABLE  -- many rows come and go
+    JOBS SET (fillfactor = 80, autovacuum_vacuum_threshold = 2000,
+    autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_threshold = 2000,
+    autovacuum_vacuum_cost_delay = 0)""",
 )
-SELECT NOW, TELL, LAZY, (SELECT CASE
-    WHEN count(*) < cardinality(%(ids)s::text[]) THEN coalesce(array_agg(id), '{}')
-    END FROM put)
-"""
-
-_PG_UNPUT = """
--- Part of the caller's transaction: what of a put_many came before a live id.
-DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = ANY(%(ids)s)
-RETURNING true
-"""
-
-_PG_TAKE = """
--- What is due later is not scanned, what others lock is skipped, and where
--- something delayed has become due it joins first.  No min(): the planner may
--- read them all for it.  Who is locked stays `ready`:
--- asking for that again would tempt the planner to scan them all.
-WITH next AS MATERIALIZED (
-    SELECT run_at AS due FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'delayed' ORDER BY run_at LIMIT 1
-), picked AS MATERIALIZED (
-    SELECT ctid AS spot FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'ready'
-        AND (%(ripe)s OR coalesce((SELECT due FROM next) > NOW, true))
-    ORDER BY priority DESC, place LIMIT N FOR UPDATE SKIP LOCKED
-), placed AS MATERIALIZED (
-    SELECT spot, nextval('HOME.tiny_queue_place') AS new_place FROM picked
-), taken AS (
-    UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
-        place = new_place, attempts = attempts + 1, leased_at = NOW,
-        renewed_at = NOW, lease_until = NOW + %(seconds)s, owner = %(owner)s,
-        token = %(call)s || new_place
-    FROM placed WHERE tiny_queue_job.ctid = spot
-    RETURNING place, ROW
-)
-SELECT (SELECT due FROM next) - NOW, LAZY, taken.*
-FROM (VALUES (1)) AS one LEFT JOIN taken ON true ORDER BY taken.place
-"""
-
-_PG_RIPEN = """
--- Delayed jobs that are due join the others by their place, boundedly many.
-WITH ripe AS MATERIALIZED (
-    SELECT ctid AS spot FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'delayed' AND run_at <= NOW
-    ORDER BY run_at LIMIT %(n)s FOR UPDATE SKIP LOCKED
-)
-UPDATE HOME.tiny_queue_job SET state = 'ready' FROM ripe
-WHERE tiny_queue_job.ctid = spot
-RETURNING LAZY
-"""
-
-_PG_MINE = """
--- The leases of a take whose answer was lost.
-SELECT place, ROW FROM HOME.tiny_queue_job
-WHERE queue || '' = %(queue)s AND state = 'inflight' AND starts_with(token, %(call)s)
-ORDER BY place
-"""
-
-_PG_LAPSED = """
--- The server knows who lives: a session's lock ends with it.
-SELECT id, rev, attempts, max_retries, lapses, priority, moved_from, reason
-FROM (
-    SELECT *, CASE
-        WHEN owner <> 0 AND owner NOT IN (
-            SELECT objid::bigint FROM pg_catalog.pg_locks
-            WHERE locktype = 'advisory' AND objsubid = 2
-                AND classid = %(family)s::bigint::oid AND database = (
-                    SELECT oid FROM pg_catalog.pg_database
-                    WHERE datname = current_database())
-        ) THEN 'holder died'
-        WHEN lease_until <= NOW OR renewed_at > NOW + 1 THEN 'lease ran out'
-        WHEN NOW - renewed_at >= %(older_than)s::float8 AND moved_from IS NULL
-            THEN 'not renewed'
-        END AS reason
-    FROM HOME.tiny_queue_job
-    WHERE queue || '' = %(queue)s AND state = 'inflight'
-) AS lease
-WHERE reason IS NOT NULL ORDER BY place
-"""
-
-_PG_REVIVE = """
--- Jobs of dead holders go to the front of their priority, as many as are taken.
-WITH lapse AS (
-    SELECT * FROM unnest(%(ids)s::text[], %(revs)s::bigint[], %(errors)s::text[])
-        AS lapse (lapse_id, lapse_rev, error)
-), ready AS MATERIALIZED (
-    SELECT priority, place FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'ready'
-    ORDER BY priority DESC, place LIMIT %(n)s
-), over AS MATERIALIZED (
-    SELECT spot, error, priority, old FROM lapse CROSS JOIN LATERAL (
-        SELECT ctid AS spot, priority, place AS old FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND id = lapse_id AND rev = lapse_rev
-            AND state || '' = 'inflight' FOR UPDATE SKIP LOCKED) AS live
-), first AS MATERIALIZED (
-    SELECT spot, error AS why FROM (
-        SELECT spot, error, true AS lapsed, priority, old FROM over
-        UNION ALL SELECT NULL, NULL, false, priority, place FROM ready
-        ORDER BY priority DESC, lapsed DESC, old LIMIT %(n)s) AS merged
-    WHERE lapsed
-)
-UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
-    place = place - %(front)s, lapses = lapses + 1, last_error = why,
-    leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
-    token = NULL
-FROM first WHERE tiny_queue_job.ctid = spot
-RETURNING LAZY
-"""
-
-_PG_GIVE_BACK = """
--- Only what has not changed meanwhile; who settles in an open transaction wins.
-WITH lapse AS MATERIALIZED (
-    SELECT * FROM unnest(%(ids)s::text[], %(revs)s::bigint[], %(delays)s::float8[],
-        %(errors)s::text[]) WITH ORDINALITY
-        AS lapse (lapse_id, lapse_rev, delay, error, n)
-), over AS MATERIALIZED (
-    SELECT spot, delay, error, n FROM lapse CROSS JOIN LATERAL (
-        SELECT ctid AS spot FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND id = lapse_id AND rev = lapse_rev
-            AND state || '' = 'inflight' FOR UPDATE SKIP LOCKED) AS live
-    ORDER BY n
-), placed AS MATERIALIZED (
-    SELECT over.*, nextval('HOME.tiny_queue_place') AS new_place FROM over
-), given AS (
-    UPDATE HOME.tiny_queue_job SET rev = rev + 1, place = new_place,
-        state = CASE WHEN delay IS NULL THEN 'dead' WHEN delay > 0 THEN 'delayed'
-            ELSE 'ready' END,
-        run_at = CASE WHEN delay IS NULL THEN run_at WHEN delay > 0 THEN NOW + delay
-            ELSE 0 END,
-        leased_at = CASE WHEN delay IS NULL THEN leased_at END,
-        lapses = lapses + 1, last_error = error, renewed_at = NULL,
-        lease_until = NULL, owner = NULL, token = NULL
-    FROM placed WHERE tiny_queue_job.ctid = spot
-    RETURNING 1
-)
-SELECT (SELECT count(*) FROM given), TELL, LAZY
-"""
-
-_PG_DONE = """
--- The token is the fence.
-DELETE FROM HOME.tiny_queue_job
-WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'inflight'
-    AND token = %(token)s
-RETURNING LAZY
-"""
-
-_PG_BACK = """
--- The token is the fence; a job that comes back goes last.
-UPDATE HOME.tiny_queue_job SET rev = rev + 1,
-    place = nextval('HOME.tiny_queue_place'),
-    state = CASE WHEN %(delay)s::float8 > 0 THEN 'delayed' ELSE 'ready' END,
-    run_at = CASE WHEN %(delay)s::float8 > 0 THEN NOW + %(delay)s::float8 ELSE 0 END,
-    attempts = CASE WHEN %(counted)s THEN attempts ELSE attempts - 1 END,
-    lapses = CASE WHEN %(counted)s THEN 0 ELSE lapses END,
-    last_error = CASE WHEN %(counted)s THEN %(error)s ELSE last_error END,
-    leased_at = NULL, renewed_at = NULL, lease_until = NULL, owner = NULL,
-    token = NULL
-WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'inflight'
-    AND token = %(token)s
-RETURNING TELL, LAZY
-"""
-
-_PG_BURY = """
--- The token is the fence.
-UPDATE HOME.tiny_queue_job SET rev = rev + 1, state = 'dead',
-    place = nextval('HOME.tiny_queue_place'), lapses = 0, last_error = %(error)s,
-    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
-WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'inflight'
-    AND token = %(token)s
-RETURNING LAZY
-"""
-
-_PG_EXTEND = """
--- From now, not from the old end; whoever renews it is its holder.
-UPDATE HOME.tiny_queue_job SET rev = rev + 1,
-    place = nextval('HOME.tiny_queue_place'), renewed_at = NOW,
-    lease_until = NOW + %(seconds)s,
-    owner = CASE WHEN owner = 0 THEN 0 ELSE %(owner)s END
-WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'inflight'
-    AND token = %(token)s
-RETURNING LAZY, ROW
-"""
-
-_PG_RENAME = """
--- A session was lost, and the new one answers for what still runs.  Not for all of
--- its jobs: a crash may have forgotten that some were settled.
-UPDATE HOME.tiny_queue_job SET rev = rev + 1, owner = %(owner)s
-WHERE queue || '' = %(queue)s AND state = 'inflight' AND owner = %(old)s
-    AND token = ANY(%(tokens)s::text[])
-RETURNING LAZY
-"""
-
-_PG_FIND = """
--- A short index scan.
-SELECT ROW FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = %(id)s
-"""
-
-_PG_ALIVE = """
--- The first of some ids that lives.  I5: our lock on it makes our commit sync the
--- one that it rests on; whoever settles it in an open transaction is not waited for.
-SELECT live.* FROM unnest(%(ids)s::text[]) WITH ORDINALITY AS one (one_id, n)
-CROSS JOIN LATERAL (
-    SELECT ROW FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND id = one_id LIMIT 1 SYNCED) AS live
-ORDER BY n LIMIT 1
-"""
-
-_PG_SNAPSHOT = """
--- Ids have no control characters: one text holds them all, in order.
-SELECT string_agg(id, E'\\n' ORDER BY part, place) FROM (
-    SELECT id, place, CASE state WHEN 'inflight' THEN 1 WHEN 'dead' THEN 2 ELSE 0 END
-        AS part
-    FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = ANY(%(states)s)
-    ORDER BY part, place LIMIT %(limit)s
-) AS live
-"""
-
-_PG_PAGE_OF = """
--- Each job as it is now, if it is still in one of the states.
-SELECT live.* FROM unnest(%(ids)s::text[]) AS one (one_id)
-CROSS JOIN LATERAL (
-    SELECT ROW FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND id = one_id LIMIT 1) AS live
-WHERE state = ANY(%(states)s)
-"""
-
-_PG_REQUEUE = """
--- Oldest death first; deaths since the first look wait for the next call.
-WITH picked AS MATERIALIZED (
-    SELECT ctid AS spot FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'dead' AND place <= %(last)s
-    ORDER BY place LIMIT %(n)s FOR UPDATE SKIP LOCKED
-), placed AS MATERIALIZED (
-    SELECT spot, nextval('HOME.tiny_queue_place') AS new_place FROM picked
-), back AS (
-    UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
-        place = new_place, run_at = 0, attempts = 0, lapses = 0, leased_at = NULL
-    FROM placed WHERE tiny_queue_job.ctid = spot
-    RETURNING 1
-)
-SELECT (SELECT count(*) FROM back), TELL, LAZY
-"""
-
-_PG_LAST_DEATH = """
--- Bounds requeue_dead() against jobs that die again at once.
-SELECT max(place) FROM HOME.tiny_queue_job
-WHERE queue = %(queue)s AND state = 'dead'
-"""
-
-_PG_REQUEUE_ONE = """
--- Dead or not: nothing else can be replayed.
-UPDATE HOME.tiny_queue_job SET state = 'ready', rev = rev + 1,
-    place = nextval('HOME.tiny_queue_place'), run_at = 0, attempts = 0, lapses = 0,
-    leased_at = NULL
-WHERE queue = %(queue)s AND id = %(id)s AND state || '' = 'dead'
-RETURNING TELL, LAZY
-"""
-
-_PG_REMOVE = """
--- In any state; a lease on it is lost.
-DELETE FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND id = %(id)s
-RETURNING LAZY
-"""
-
-_PG_PURGE = """
--- Boundedly many at a time, none put since the first look.
-WITH picked AS MATERIALIZED (
-    SELECT ctid AS spot FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = ANY(%(states)s) AND created_at <= %(start)s
-        AND %(start)s - greatest(created_at, leased_at) >= %(older_than)s::float8
-    LIMIT %(n)s FOR UPDATE SKIP LOCKED
-), gone AS (
-    DELETE FROM HOME.tiny_queue_job USING picked
-    WHERE tiny_queue_job.ctid = spot
-    RETURNING 1
-)
-SELECT (SELECT count(*) FROM gone), LAZY
-"""
-
-_PG_CLOCK = """
--- Instants are the server's.
-SELECT NOW
-"""
-
-_PG_COUNTS = """
--- Each count reads one partial index; `oldest` asks the first job of each
--- priority that was never delayed, and all that were.
-WITH RECURSIVE head AS (
-    (SELECT priority, created_at AS since
-    FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'ready' AND run_at = 0
-    ORDER BY priority DESC, place LIMIT 1)
-    UNION ALL
-    SELECT below.* FROM head CROSS JOIN LATERAL (
-        SELECT priority, created_at
-        FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
-            AND run_at = 0 AND priority < head.priority
-        ORDER BY priority DESC, place LIMIT 1) AS below
-), ready AS (
-    SELECT count(*) AS jobs, min(run_at) FILTER (WHERE run_at > 0) AS since
-    FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'ready'
-), delayed AS (
-    SELECT count(*) AS jobs, count(*) FILTER (WHERE run_at <= NOW) AS due,
-        min(run_at) FILTER (WHERE run_at <= NOW) AS since,
-        min(run_at) FILTER (WHERE run_at > NOW) AS next
-    FROM HOME.tiny_queue_job WHERE queue = %(queue)s AND state = 'delayed'
-)
-SELECT
-    ready.jobs + delayed.jobs,
-    delayed.jobs - due,
-    (SELECT count(*) FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND state = 'inflight'),
-    (SELECT count(*) FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND state = 'dead'),
-    0, least((SELECT min(since) FROM head), ready.since, delayed.since), next,
-    pg_total_relation_size('HOME.tiny_queue_job')
-FROM ready, delayed
-"""
-
-_PG_LOCK = """
--- The session's lock stands for its owner number.
-SELECT pg_try_advisory_lock(%(family)s, %(owner)s)
-"""
-
-_PG_PEEK = """
--- Between LISTEN and sleeping: did something come, and when is something due?
-SELECT (SELECT true FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND state = 'ready'
+_PG_MAKERS = """SELECT  -- of all who come first one makes the tables
+    pg_advisory_xact_lock(:family, 0)"""
+_PG_HAS_SCHEMA = """SELECT  -- the role may lack the right to make one
+    1 FROM pg_catalog.pg_namespace WHERE nspname = :schema"""
+_PG_HAS_TABLES = """SELECT  -- looking creates nothing, and needs no right
+    1 FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n
+    ON n.oid = c.relnamespace
+    WHERE n.nspname = :schema AND c.relname = 'tiny_queue_queues'"""
+_PG_PUT = f"""WITH  -- in one round trip; a live id changes nothing
+    put AS (
+        INSERT INTO JOBS ({_SQL_NEW})
+        SELECT :queue, id, rev, CASE WHEN state = 'dead' THEN 'dead'
+            WHEN due > NOW THEN 'delayed' ELSE 'ready' END, coalesce(attempts, 0),
+            coalesce(crashes, 0), coalesce(priority, 0), coalesce(created_at, NOW),
+            CASE WHEN due > NOW THEN due ELSE 0 END, leased_at, max_retries, error,
+            text::json
+        FROM (SELECT *, coalesce(at, NOW + coalesce(delay, 0)) AS due
+            FROM json_to_recordset(:jobs) AS new (id text, rev bigint, state text,
+            attempts bigint, crashes bigint, priority bigint, created_at float8,
+            leased_at float8, max_retries bigint, error text, at float8, delay float8,
+            text text)) AS new
+        ON CONFLICT (queue, id) DO NOTHING RETURNING id, created_at, run_at
+    ) SELECT put.*, once.* FROM put, (SELECT TELL, LAZY OFFSET 0) AS once"""
+_PG_SET_UP = """SELECT  -- nothing outlives lock_timeout
+    set_config(name, coalesce(:settings::json ->> name, ''), false)
+    FROM pg_catalog.pg_settings WHERE :settings::json ->> name IS NOT NULL"""
+# What is due later is not scanned, what others lock is skipped, and where
+# something delayed has become due it is made ready first.  No min(): the planner
+# may read them all for it.  Who is locked stays `ready`: asking for that again
+# would tempt the planner to scan them all.
+_PG_TAKE = f"""next AS MATERIALIZED (
+        SELECT run_at AS due FROM JOBS
+        WHERE queue = :queue AND state = 'delayed' ORDER BY run_at LIMIT 1
+    ), picked AS MATERIALIZED (
+        SELECT ctid AS spot FROM JOBS
+        WHERE queue = :queue AND state = 'ready' AND priority > :above
+            AND (:promoted OR coalesce((SELECT due FROM next) > NOW, true))
+        ORDER BY priority DESC, place LIMIT COUNT FOR UPDATE SKIP LOCKED
+    ), taken AS (
+        UPDATE JOBS AS job SET state = 'inflight', rev = rev + 1,
+            attempts = attempts + 1, leased_at = NOW, renewed_at = NOW, clock = CLOCK,
+            lease_until = NOW + :seconds, owner = :owner, token = :call || '-' || place
+        FROM picked WHERE job.ctid = spot RETURNING place, {_SQL_ROW}
+    ) SELECT (SELECT due FROM next) - NOW, ARRAY[MADE]::bigint[], TELL, LAZY, taken.*
+    FROM (VALUES (1)) AS one LEFT JOIN taken ON true ORDER BY priority DESC, place"""
+_PG_MINE = f"""SELECT  -- the leases of a take whose answer was lost
+    NULL, NULL, NULL, NULL, place, {_SQL_ROW} FROM JOBS
+    WHERE OURS = :queue AND state = 'inflight' AND starts_with(token, :call || '-')
+    ORDER BY priority DESC, place"""
+_PG_DUE = """WITH  -- who is due joins by place, boundedly many
+    due AS MATERIALIZED (
+        SELECT ctid AS spot FROM JOBS
+        WHERE queue = :queue AND state = 'delayed' AND run_at <= NOW
+        ORDER BY run_at LIMIT :n FOR UPDATE SKIP LOCKED
+    ) UPDATE JOBS AS job SET state = 'ready' FROM due WHERE job.ctid = spot
+    RETURNING LAZY"""
+_PG_PEEK = """SELECT  -- did something come, and when will something be due?
+    (SELECT true FROM JOBS WHERE queue = :queue AND state = 'ready'
         ORDER BY priority DESC, place LIMIT 1),
-    (SELECT run_at FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND state = 'delayed' ORDER BY run_at LIMIT 1) - NOW
-"""
-
-_PG_RING = """
--- What the last puts of a busy producer owe.
-SELECT TELL, LAZY
-"""
-
-_PG_WHERE = """
--- The same server, database and table, whatever the way there; and as numbers,
--- whatever the session's time zone and style of dates.
-SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint,
+    (SELECT run_at FROM JOBS WHERE queue = :queue AND state = 'delayed'
+        ORDER BY run_at LIMIT 1) - NOW"""
+_PG_LOCK = """SELECT  -- the session's lock stands for its owner number
+    pg_try_advisory_lock(:family, :number)"""
+_PG_RENAME = """UPDATE  -- a new session answers for what still runs.  Not for all of
+    -- its jobs: a crash may have forgotten that some were settled.
+    JOBS SET rev = rev + 1, owner = :owner WHERE OURS = :queue AND state = 'inflight'
+    AND owner = :old AND token = ANY(:tokens::text[]) RETURNING LAZY"""
+_PG_WHERE = """SELECT  -- the same server, database and table, whatever the way there
+    (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint,
     (SELECT oid::bigint FROM pg_catalog.pg_database
-        WHERE datname = current_database()),
-    to_regclass('HOME.tiny_queue_job')::oid::bigint
-"""
-
-_PG_HOLD = """
--- Under new tokens, without holder; nothing else of the job changes.
-WITH picked AS MATERIALIZED (
-    SELECT ctid AS spot FROM HOME.tiny_queue_job
-    WHERE queue = %(queue)s AND state = 'STATE' ORDER BY PLACING LIMIT %(n)s
-    FOR UPDATE SKIP LOCKED
-), held AS (
-    UPDATE HOME.tiny_queue_job SET state = 'inflight', rev = rev + 1,
-        moved_from = %(state)s, renewed_at = NOW, lease_until = NOW + %(seconds)s,
-        owner = 0, token = %(prefix)s || nextval('HOME.tiny_queue_place') || %(end)s
-    FROM picked WHERE tiny_queue_job.ctid = spot
-    RETURNING tiny_queue_job.*
-)
-SELECT PARCEL, LAZY FROM held ORDER BY PLACING
-"""
-
-_PG_PARCEL = """id, payload::text, moved_from, attempts, priority, created_at,
-    run_at, leased_at, last_error, max_retries, lapses, token"""
-
-_PG_HELD = """
--- Tokens tell which jobs are whose.
-SELECT PARCEL FROM HOME.tiny_queue_job
-WHERE queue || '' = %(queue)s AND state = 'inflight' AND starts_with(token, %(prefix)s)
-    AND moved_from IS NOT NULL
-ORDER BY place
-"""
-
-_PG_REHOLD = """
--- Under new tokens: whoever has the old ones can change nothing any more.
-WITH held AS (
-    UPDATE HOME.tiny_queue_job SET rev = rev + 1,
-        renewed_at = NOW, lease_until = NOW + %(seconds)s,
-        token = %(prefix)s || nextval('HOME.tiny_queue_place') || '-' || moved_from
-    WHERE queue || '' = %(queue)s AND state = 'inflight'
-        AND starts_with(token, %(prefix)s) AND moved_from IS NOT NULL
-    RETURNING *
-)
-SELECT PARCEL, LAZY FROM held ORDER BY place
-"""
-
-_PG_ADOPT = """
--- All or none, inflight as they are on the other side.
-WITH new AS (
-    INSERT INTO HOME.tiny_queue_job (queue, id, payload, moved_from, attempts,
-        priority, created_at, run_at, leased_at, last_error, max_retries, lapses,
-        token, state, renewed_at, lease_until, owner)
-    SELECT %(queue)s, id, payload::json, state, attempts, priority, created_at,
-        run_at, leased_at, last_error, max_retries, lapses, token, 'inflight', NOW,
-        NOW + %(seconds)s, 0
-    FROM unnest(%(id)s::text[], %(text)s::text[], %(state)s::text[],
-        %(attempts)s::bigint[], %(priority)s::integer[], %(created_at)s::float8[],
-        %(run_at)s::float8[], %(leased_at)s::float8[], %(last_error)s::text[],
-        %(max_retries)s::bigint[], %(lapses)s::integer[], %(token)s::text[])
-        WITH ORDINALITY AS parcel (id, payload, state, attempts, priority, created_at,
-        run_at, leased_at, last_error, max_retries, lapses, token, n)
-    ORDER BY n RETURNING 1
-)
-SELECT LAZY, (SELECT count(*) FROM new)
-"""
-
-_PG_HERE = """
-    SELECT spot FROM unnest(%(ids)s::text[], %(tokens)s::text[])
-        AS held (held_id, held_token)
-    CROSS JOIN LATERAL (
-        SELECT ctid AS spot FROM HOME.tiny_queue_job
-        WHERE queue = %(queue)s AND id = held_id AND token = held_token
-            AND state || '' = 'inflight' FOR UPDATE) AS live
-"""
-
-_PG_DROP = """
--- The tokens are the fence.
-WITH here AS MATERIALIZED (HERE), gone AS (
-    DELETE FROM HOME.tiny_queue_job USING here WHERE tiny_queue_job.ctid = spot
-    RETURNING id
-)
-SELECT id, LAZY FROM gone
-"""
-
-_PG_LET_GO = """
--- The tokens are the fence; a job becomes what it was, in its old place.
-WITH here AS MATERIALIZED (HERE)
-UPDATE HOME.tiny_queue_job SET rev = rev + 1, moved_from = NULL,
-    state = CASE WHEN moved_from = 'dead' THEN 'dead' WHEN run_at > NOW THEN 'delayed'
-        ELSE 'ready' END,
-    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
-FROM here WHERE tiny_queue_job.ctid = spot AND moved_from IS NOT NULL
-RETURNING TELL, LAZY
-"""
-
-_PG_LET_GO_LAPSED = """
--- Whoever moved these died: they become what they were.
-UPDATE HOME.tiny_queue_job SET rev = rev + 1, moved_from = NULL,
-    state = CASE WHEN moved_from = 'dead' THEN 'dead' WHEN run_at > NOW THEN 'delayed'
-        ELSE 'ready' END,
-    renewed_at = NULL, lease_until = NULL, owner = NULL, token = NULL
-WHERE queue || '' = %(queue)s AND state = 'inflight' AND moved_from IS NOT NULL
-    AND (lease_until <= NOW OR renewed_at > NOW + 1)
-RETURNING LAZY
-"""
+        WHERE datname = current_database()), to_regclass('JOBS')::oid::bigint"""
 
 
-def _psycopg() -> Any:
-    """The driver, imported when its URL is used."""
-    import importlib
-
-    try:
-        return importlib.import_module("psycopg")
-    except ImportError as exc:
-        raise QueueError(
-            "postgresql:// URLs need psycopg 3, which does not import here"
-            f' ({exc}); pip install "psycopg[binary]", or the extra of a checkout:'
-            ' pip install ".[postgres]"'
-        ) from exc
+@functools.lru_cache(256)
+def _pg_take(changes: tuple[str, ...], one: bool) -> str:
+    """A take that makes changes first: one statement, so one round trip."""
+    parts, made = [], []
+    for number, text in enumerate(changes):
+        text = text.replace("UNLOCKED", _PG_WORDS["UNLOCKED"])
+        text = re.sub(r":(?!queue\b)([a-z_]+)", rf":\1_{number}", text)
+        parts.append(f"made_{number} AS ({text} RETURNING 1), ")
+        made.append(f"(SELECT count(*) FROM made_{number})")
+    text = _PG_TAKE.replace("MADE", ", ".join(made))
+    return "WITH " + "".join(parts) + text.replace("COUNT", "1" if one else ":n")
 
 
 def _pg_schema(text: str) -> str:
@@ -6758,20 +5906,11 @@ def _positive(text: str) -> int:
 
 # What a URL may say to the engine; everything else in it is for libpq.
 _PG_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
-    "schema": (_pg_schema, _PG_DEFAULT_SCHEMA),
+    "schema": (_pg_schema, "tiny_queue"),
     "notify": (_switch, True),  # 0: no session state, for PgBouncer
     "pool": (_positive, 4),  # connections at most, beside the one that listens
     "keepalive": (_positive, 10),  # seconds of silence before TCP asks
 }
-
-
-def _pg_option(name: str, text: str) -> Any:
-    try:
-        return _PG_OPTIONS[name][0](text)
-    except ValueError as exc:
-        raise ValueError(f"path: its option {name}: {exc}") from None
-
-
 # By SQLSTATE: the error's class, and what to do about it.
 _PG_ADVICE: dict[str, tuple[type[QueueError], str]] = {
     "55P03": (
@@ -6782,9 +5921,8 @@ _PG_ADVICE: dict[str, tuple[type[QueueError], str]] = {
     "53100": (QueueError, "the server's disk is full; free space there"),
     "42501": (
         QueueError,
-        "the role needs USAGE on the schema and the sequence tiny_queue_place, and"
-        " SELECT, INSERT, UPDATE, DELETE on its tables; to make them, CREATE on the"
-        " database",
+        "the role needs USAGE on the schema and its sequence, and SELECT, INSERT,"
+        " UPDATE, DELETE on its tables; to make them, CREATE on the database",
     ),
     "42P01": (
         QueueError,
@@ -6799,6 +5937,29 @@ _PG_FINAL = re.compile(
     r"authentication failed|does not exist|pg_hba\.conf|no password supplied"
     r"|not permitted to log in|permission denied|unsupported startup|invalid"
 )
+_PG_INHERITED: list[Any] = []  # a parent's connections: never closed, never freed
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    """What stands before the query, and the query; as libpq tells them apart."""
+    base = cast("re.Match[str]", re.match(r"[^:]*://(?:[^/@]*@)?[^?]*", url))[0]
+    return base, url[len(base) + 1 :]
+
+
+def _masked(url: str) -> str:
+    """A URL for people: without passwords."""
+    base, query = _split_url(url)
+    base = re.sub(r"(?s)(?<=://)([^:@/]*):(.*)@", r"\1:***@", base)
+    return base + "?" * bool(query) + re.sub(r"(?i)(password=)[^&]*", r"\1***", query)
+
+
+def _passwords_in(url: str) -> set[str]:
+    from urllib.parse import unquote
+
+    base, query = _split_url(url)
+    found = re.findall(r"(?s)(?<=://)[^:@/]*:(.*)@", base)
+    found += re.findall(r"(?i)password=([^&]*)", query)
+    return {*found, *map(unquote, found)} - {""}
 
 
 def _poll(fd: int, events: int, seconds: float) -> int:
@@ -6815,20 +5976,25 @@ def _poll(fd: int, events: int, seconds: float) -> int:
     found = poll.poll(math.ceil(seconds * 1000))
     if not found:
         return 0
-    wanted = found[0][1]
-    if wanted & ~(select.POLLIN | select.POLLOUT):
+    ready = found[0][1]
+    if ready & ~(select.POLLIN | select.POLLOUT):
         return events  # an error: reading or writing will say which
-    return bool(wanted & select.POLLIN) + 2 * bool(wanted & select.POLLOUT)
+    return bool(ready & select.POLLIN) + 2 * bool(ready & select.POLLOUT)
 
 
-class _Patience:
-    """Stands in for the wait() of a psycopg connection, which has no end."""
+class _PgLink(_SqlLink):
+    """A connection of ours, in autocommit, whose waits end at a deadline; or
+    room for one."""
 
-    __slots__ = ("fd", "deadline")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self) -> None:
+        super().__init__(None, None)
+        self.pid, self.fd = os.getpid(), -1
         self.deadline = math.inf
+
+    def open(self, connection: Any) -> None:
+        self.connection, self.cursor = connection, connection.cursor()
+        self.fd = connection.fileno()
+        connection.wait = self.wait  # psycopg's own has no end
 
     def wait(self, steps: Any, *_: object, **__: object) -> Any:
         """Run a protocol exchange; TimeoutError leaves it where it is."""
@@ -6836,41 +6002,12 @@ class _Patience:
             events = next(steps)
             while True:
                 ready = _poll(self.fd, events, self.deadline - time.monotonic())
-                if not ready and time.monotonic() >= self.deadline:
-                    raise TimeoutError("the server does not answer")
                 if ready:
                     events = steps.send(ready)
+                elif time.monotonic() >= self.deadline:
+                    raise TimeoutError("the server does not answer")
         except StopIteration as end:
             return end.value
-
-
-_PG_INHERITED: list[Any] = []  # a parent's connections: never closed, never freed
-
-
-class _UnreachableError(Exception):
-    """No connection came about; its cause says why."""
-
-
-class _PgLink:
-    """A connection of ours, in autocommit; or room for one."""
-
-    def __init__(self) -> None:
-        self.connection: Any = None
-        self.pid = os.getpid()
-        self.patience = _Patience(-1)
-
-    def open(self, connection: Any) -> None:
-        self.connection = connection
-        self.patience.fd = connection.fileno()
-        connection.wait = self.patience.wait
-        self._cursor = connection.cursor()
-
-    def rows(self, sql: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        self._cursor.execute(sql, params)
-        return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
-
-    def do(self, sql: str, params: dict[str, Any] | None = None) -> None:
-        self._cursor.execute(sql, params)
 
     def closed(self) -> bool:
         return self.connection is None or bool(self.connection.closed)
@@ -6880,8 +6017,14 @@ class _PgLink:
         return (
             not self.closed()
             and self.connection.info.transaction_status == 0
-            and not _poll(self.patience.fd, 1, 0)
+            and not _poll(self.fd, 1, 0)
         )
+
+    def roll_back(self) -> None:
+        """What an error has ended; if that fails, the link is not usable."""
+        if not self.closed() and self.connection.info.transaction_status in (2, 3):
+            with contextlib.suppress(Exception):
+                self.execute("ROLLBACK", None)
 
     def close(self) -> None:
         if self.pid == os.getpid() and not self.closed():
@@ -6891,7 +6034,7 @@ class _PgLink:
         """In a child: let go of the descriptor only.  The parent's session goes
         on, and must end when the parent does."""
         if not self.closed():
-            os.close(self.patience.fd)
+            os.close(self.fd)
             _PG_INHERITED.append(self.connection)
 
     def __del__(self) -> None:
@@ -6911,36 +6054,30 @@ class _PgPool:
         self._all: weakref.WeakSet[_PgLink] = weakref.WeakSet()
         self.closed = False
 
-    def lend(
-        self, deadline: float, connect: Callable[[_PgLink], object]
-    ) -> _PgLink | None:
-        """A connection to give back(), or None if none comes free in time."""
+    def lend(self, lent: list[Any], deadline: float) -> bool:
+        """Add one to `lent`, open or not; False if none comes free in time."""
         with self._cond:
             while not self._free and len(self._all) >= self._size:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return None
+                    return False
                 self._cond.wait(min(left, 0.1))
-            link = self._free.pop() if self._free else _PgLink()
-            self._all.add(link)
-        try:
-            if not link.usable():
-                link.close()
-                connect(link)
-            return link
-        except BaseException:  # its traceback would keep the link
-            self.give_back(link)
-            raise
+            lent.append(self._free.pop() if self._free else _PgLink())
+            self._all.add(lent[0])
+        return True
 
-    def give_back(self, link: _PgLink) -> None:
-        if not link.usable() or self.closed:
-            link.close()
-        with self._cond:
-            if link.closed():
-                self._all.discard(link)
-            else:
-                self._free.append(link)
-            self._cond.notify()
+    def give_back(self, lent: list[Any]) -> None:
+        while lent:
+            link = lent.pop()
+            link.roll_back()
+            if not link.usable() or self.closed:
+                link.close()
+            with self._cond:
+                if link.closed():
+                    self._all.discard(link)
+                else:
+                    self._free.append(link)
+                self._cond.notify()
 
     def close(self) -> None:
         self.closed = True
@@ -6979,8 +6116,8 @@ class _PgSession:
         if not self.lock.locked():
             with self.lock:
                 if self.link.usable():
-                    self.link.patience.deadline = time.monotonic() + 1.0
-                    self.link.do("SELECT pg_advisory_unlock_all()")
+                    self.link.deadline = time.monotonic() + 1.0
+                    self.link.execute("SELECT pg_advisory_unlock_all()", {})
 
     def close(self) -> None:
         """End it at once, even under a thread that waits on it."""
@@ -6991,7 +6128,7 @@ class _PgSession:
         elif self.link.pid == os.getpid() and not self.link.closed():
             import socket
 
-            with socket.socket(fileno=os.dup(self.link.patience.fd)) as twin:
+            with socket.socket(fileno=os.dup(self.link.fd)) as twin:
                 twin.shutdown(socket.SHUT_RDWR)
 
     def hear(self, seconds: float) -> bool:
@@ -6999,7 +6136,7 @@ class _PgSession:
         pgconn = self.link.connection.pgconn
         if self.told:
             return True
-        if not _poll(self.link.patience.fd, 1, seconds):
+        if not _poll(self.link.fd, 1, seconds):
             return False
         pgconn.consume_input()
         while pgconn.notifies():
@@ -7017,116 +6154,48 @@ class _PgWatch(_Watch):
         return bool(data(seconds))
 
 
-class _PgBell:
-    """Tells waiting workers of new jobs, at most once in _PG_QUIET.
+class _PostgresEngine(_SqlEngine):
+    """postgresql://...: a schema of choice on a server."""
 
-    A transaction with a NOTIFY commits under a lock that all of a cluster's
-    share, so busy producers tell rarely.  Whoever was kept from it owes a
-    telling, which the next put pays, or a thread when none comes in time.
-    """
-
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._engine_ring = weakref.WeakMethod(ring)
-        self._lock = threading.Lock()
-        self._told = -math.inf
-        self.owing = False
-        self._payer: threading.Thread | None = None
-
-    def ask(self) -> bool:
-        """Whether a statement is to tell; if so, what was owed is paid."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._told < _PG_QUIET:
-                return False
-            self._told = now
-            self.owing = False
-            return True
-
-    def owe(self) -> None:
-        """A change that did not tell was committed."""
-        with self._lock:
-            self.owing = True
-            if self._payer is not None:
-                return
-            payer = threading.Thread(target=self._pay, daemon=True)
-            try:
-                payer.start()
-                self._payer = payer
-                return
-            except RuntimeError:
-                pass  # no thread is to be had, as while the interpreter ends
-        self.settle_up()
-
-    def _pay(self) -> None:
-        """Pay what is owed; end after a while without debts."""
-        idle = 0
-        while idle < 20:
-            time.sleep(_PG_QUIET)
-            idle += 1
-            if self.owing:
-                with self._lock:
-                    self.owing, self._told = False, time.monotonic()
-                self._ring()
-                idle = 0
-        with self._lock:
-            self._payer = None
-            owing = self.owing
-        if owing:
-            self.owe()
-
-    def settle_up(self) -> None:
-        if self.owing:
-            self.owing = False
-            self._ring()
-
-    def _ring(self) -> None:
-        ring = self._engine_ring()
-        if ring is not None:
-            ring()
-
-
-class _PgCore(_Database):
-    """Connections to one server, and what becomes of its errors."""
-
+    _tables = _PG_TABLES
     steady_leases = False  # the server's wall clock is the only one that all see
+    SECONDS = 1.0
+    PAUSES = (0.01, 1.0)
 
     def __init__(self, url: str, name: str, **options: Any) -> None:
+        self._driver = _driver(
+            "psycopg",
+            'psycopg 3: pip install "psycopg[binary]", or the extra of a checkout: pip'
+            ' install ".[postgres]"',
+        )
+        self._secrets = _passwords_in(url)
+        self._options, self._conninfo = self._read_url(url)
+        schema = self._options["schema"]
+        number = crc32(f"{schema} {name}".encode())
+        self._channel = f"tiny_queue_{number:08x}"  # a clash costs idle looks only
+        self._family = crc32(f"tiny_queue {schema}".encode()) & 0x7FFFFFFF
+        jobs = f'"{schema}".tiny_queue_jobs'
+        place = f'"{schema}".tiny_queue_jobs_place_seq'
+        self._words = {
+            **_PG_WORDS,
+            **dict.fromkeys(("JOBS", "PLACED", "INFLIGHT", "DEAD"), jobs),
+            "QUEUES": f'"{schema}".tiny_queue_queues',
+            "LAST": f"""pg_sequence_last_value('{place}'::regclass)""",
+            "NEXT": f"nextval('{place}')",
+            "SIZE": f"SELECT pg_total_relation_size('{jobs}')",
+        }
         super().__init__(url, name, **options)
         self.path = _masked(url)
-        self._driver = _psycopg()
-        self._secrets: set[str] = set()
-        found, self._conninfo = self._read_url(url)
-        self._schema: str = found["schema"]
-        self._notify: bool = found["notify"]
-        self._size: int = found["pool"]
-        self._keepalive: int = found["keepalive"]
-        place = crc32(f"{self._schema} {name}".encode())
-        self._channel = f"tiny_queue_{place:08x}"  # a clash costs idle looks only
-        self._family = crc32(f"tiny_queue {self._schema}".encode()) & 0x7FFFFFFF
-        self._words = {
-            "HOME": f'"{self._schema}"', "NOW": _PG_NOW, "ROW": _PG_ROW,
-            "TELL": _PG_TELL, "LAZY": _PG_LAZY, "PARCEL": _PG_PARCEL, "HERE": _PG_HERE,
-        }  # fmt: skip
-        self._texts: dict[str, str] = {}
-        self._reset()
-        _ENGINES.add(self)
-
-    def _ring(self) -> None:
-        raise NotImplementedError
 
     def _reset(self) -> None:
-        """Forget all that a process may not share with its parent."""
-        self._begin()
-        self._made = False  # whether the tables were found
-        self._registered = False  # and the queue's name is there
-        self._tokens: dict[str, float] = {}  # unsettled leases and their ends
+        super()._reset()
+        self._pool = _PgPool(self._options["pool"])
         self._session: _PgSession | None = None
-        self._session_turn = threading.Condition()
-        self._opening = False
-        self._pool = _PgPool(self._size)
+        self._connecting = threading.RLock()  # one thread makes the session
+        self._tokens: dict[str, None] = {}  # of unsettled leases, the oldest first
+        self._told = -math.inf  # when the waiting were told
         self._watch = _PgWatch()
-        self._bell = _PgBell(self._ring)
-        self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._guests: weakref.WeakSet[Any] = weakref.WeakSet()
         self._home: object = None
 
     def forked(self) -> None:
@@ -7137,6 +6206,8 @@ class _PgCore(_Database):
 
     def _read_url(self, url: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Our options with their defaults, and libpq's parameters."""
+        from urllib.parse import unquote
+
         base, query = _split_url(url)
         options = {name: default for name, (_, default) in _PG_OPTIONS.items()}
         pq = self._driver.pq.Conninfo.get_defaults()
@@ -7145,11 +6216,12 @@ class _PgCore(_Database):
         for item in filter(None, query.split("&")):
             name, _, text = item.partition("=")
             if name in _PG_OPTIONS:
-                options[name] = _pg_option(name, _unquoted(text))
+                try:
+                    options[name] = _PG_OPTIONS[name][0](unquote(text))
+                except ValueError as exc:
+                    raise ValueError(f"path: its option {name}: {exc}") from None
             elif name in known:
                 rest.append(item)
-                if "password" in name:
-                    self._secrets |= {text, _unquoted(text)} - {""}
             else:
                 # Of a password with a ? or & in it that is not percent-encoded.
                 name = name if re.fullmatch(r"\w+", name) else "***"
@@ -7162,50 +6234,81 @@ class _PgCore(_Database):
                 base + "?" * bool(rest) + "&".join(rest)
             )
         except self._driver.Error as exc:
-            reason = self._clean(str(exc), _password_in(url))
-            raise ValueError(f"path: {self.path!r} is no URL: {reason}") from None
+            reason = self._clean(str(exc))
+            raise ValueError(f"path: {_masked(url)!r} is no URL: {reason}") from None
         self._secrets |= {found[key] for key in found if "password" in key}
-        self._secrets |= _password_in(url)
         return options, found
 
-    def _clean(self, text: str, secrets: Iterable[str] = ()) -> str:
+    def _clean(self, text: str) -> str:
         """What may be shown of the driver's words: one line, no password."""
-        for secret in sorted({*self._secrets, *secrets}, key=len, reverse=True):
+        for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, "***")
         return " ".join(text.split())
 
+    def _spelt(self, text: str) -> str:
+        return re.sub(r"(?<!:):([a-z_0-9]+)", r"%(\1)s", text)
+
+    def _common(self, link: _SqlLink) -> dict[str, Any]:
+        """The commit of a guest is the caller's, and not ours to hasten."""
+        return {
+            "queue": self._name,
+            "channel": self._channel,
+            "family": self._family,
+            "tell": bool(self._options["notify"] and (link.guest or link.tell)),
+            "lazy": not link.guest and (link.lazy or not self._fsync),
+        }
+
     # Connections
+
+    def _lend(self, lent: list[Any], deadline: float, make: bool) -> Any:
+        self._check_open()
+        end = min(deadline, time.monotonic() + self._lock_timeout)
+        if not self._pool.lend(lent, end):
+            raise LockTimeoutError(
+                f"queue {self.path!r}: all {self._options['pool']} connections of its"
+                f" pool were in use for {self._lock_timeout:g} s; give the URL a larger"
+                " ?pool=",
+                path=self.path,
+                timeout=self._lock_timeout,
+            )
+        link = lent[0]
+        if not link.usable():
+            link.close()
+            self._connect(link)
+        link.deadline = deadline + 0.25  # the server's own timeouts say more
+        return link
+
+    def _give_back(self, lent: list[Any]) -> None:
+        self._pool.give_back(lent)
 
     def _connect(self, link: _PgLink) -> None:
         """Give it a new connection that never waits beyond lock_timeout."""
-        lasting = max(self._lock_timeout, 1.0)
+        lasting, idle = max(self._lock_timeout, 1.0), self._options["keepalive"]
         hosts = str(self._conninfo.get("host", "")).count(",") + 1
         milliseconds = int(min(lasting * 1000, 2**31 - 1))
+        notify = self._options["notify"]
         conninfo = {
             "connect_timeout": math.ceil(min(lasting, 1e6) / hosts),
             "client_encoding": "utf8",
             "fallback_application_name": f"tiny_queue {os.getpid()}",
-            "keepalives_idle": self._keepalive,
-            "keepalives_interval": max(1, self._keepalive // 3),
+            "keepalives_idle": idle,
+            "keepalives_interval": max(1, idle // 3),
             "keepalives_count": 3,
             "tcp_user_timeout": milliseconds,
+            "autocommit": True,
+            "prepare_threshold": 5 if notify else None,  # a pooler mixes sessions up
             **self._conninfo,
         }
-        threshold = 5 if self._notify else None  # a pooler mixes sessions up
         try:
-            link.open(
-                self._driver.connect(
-                    autocommit=True, prepare_threshold=threshold, **conninfo
-                )
-            )
-            link.patience.deadline = time.monotonic() + lasting
-            if self._notify:
-                self._set_up(link, milliseconds)
+            link.open(self._driver.connect(**conninfo))
+            link.deadline = time.monotonic() + lasting
+            if notify:
+                self._set_up(link, milliseconds, idle)
         except (self._driver.Error, OSError) as exc:
             link.close()
             raise _UnreachableError from exc
 
-    def _set_up(self, link: _PgLink, milliseconds: int) -> None:
+    def _set_up(self, link: _PgLink, milliseconds: int, idle: int) -> None:
         # Each statement is a few steps in an index.  The planner must not think
         # otherwise because its statistics were made while the queue was empty.
         settings = {
@@ -7219,76 +6322,24 @@ class _PgCore(_Database):
             "enable_bitmapscan": "off",
             "enable_hashjoin": "off",
             "enable_mergejoin": "off",
-            "tcp_keepalives_idle": self._keepalive,
-            "tcp_keepalives_interval": max(1, self._keepalive // 3),
+            "enable_sort": "off",
+            "tcp_keepalives_idle": idle,
+            "tcp_keepalives_interval": max(1, idle // 3),
             "tcp_keepalives_count": 3,
-            "tcp_user_timeout": 3 * max(1, self._keepalive) * 1000,
+            "tcp_user_timeout": 3000 * idle,
         }
         text = json.dumps({key: str(value) for key, value in settings.items()})
-        link.rows(_PG_SET_UP, {"settings": text})
+        self._do(link, _PG_SET_UP, settings=text)
 
-    def _run(
-        self,
-        body: Callable[..., Any],
-        *args: Any,
-        again: bool = False,
-        bulk: bool = False,
-        write: bool = False,
-        bare: bool = False,
-        nothing: Any = None,
-    ) -> Any:
-        """Run body(link, doubt, *args) on a connection, within lock_timeout.
+    def _begin(self, link: _SqlLink, write: bool, block: bool) -> None:
+        if block:
+            link.execute("BEGIN", None)
 
-        What certainly was not carried out is tried again; `again` says that
-        body can also repeat what may have been, and `doubt` tells it that.
-        `nothing` is the answer where nothing was ever written, unless body
-        needs no tables (`bare`).
-        """
-        if self._pid != os.getpid():
-            self.forked()
-        lasting = max(self._lock_timeout, 1.0) * (6 if bulk else 1)
-        deadline = time.monotonic() + lasting
-        pause, doubt, warned = 0.01, False, False
-        while True:
-            link, sent = None, False
-            try:
-                link = self._lend(deadline)
-                if not (bare or self._ready(link, write)):
-                    return nothing
-                sent = True
-                return body(link, doubt, *args)
-            except (self._driver.Error, OSError, _UnreachableError) as exc:
-                error, retried, lost = self._judge(exc, link)
-                doubt = doubt or (sent and lost)
-                late = time.monotonic() + pause >= deadline
-                if late or not retried or (sent and lost and not again):
-                    raise (self._in_doubt(error) if doubt else error) from exc
-                log = _log().debug if warned else _log().warning  # a line is enough
-                log("%s; it is tried again for at most %g s", error, lasting)
-                warned = True
-            finally:
-                if link is not None:
-                    self._pool.give_back(link)
-            time.sleep(pause)
-            pause = min(pause * 2, 1.0)
+    def _commit(self, link: _SqlLink, block: bool) -> None:
+        if block:
+            link.execute("COMMIT", None)
 
-    def _lend(self, deadline: float) -> _PgLink:
-        self._check_open()
-        start = time.monotonic()
-        link = self._pool.lend(min(deadline, start + self._lock_timeout), self._connect)
-        if link is None:
-            raise LockTimeoutError(
-                f"queue {self.path!r}: all {self._size} connections of its pool were in"
-                f" use for {self._lock_timeout:g} s; give the URL a larger ?pool=",
-                path=self.path,
-                timeout=self._lock_timeout,
-            )
-        link.patience.deadline = deadline + 0.25  # the server's own timeouts say more
-        return link
-
-    def _judge(
-        self, exc: Exception, link: _PgLink | _PgGuest | None
-    ) -> tuple[QueueError, bool, bool]:
+    def _judge(self, exc: Exception, link: Any) -> tuple[QueueError, bool, bool]:
         """Our error for the driver's; whether another try may help; whether
         nobody can tell if the statement was carried out."""
         unreachable = isinstance(exc, _UnreachableError)
@@ -7301,7 +6352,7 @@ class _PgCore(_Database):
         if isinstance(exc, TimeoutError):
             kind, advice = LockTimeoutError, "is it stopped, or the network cut?"
         if code in ("42P01", "3F000"):
-            self._made = self._registered = False
+            self._found = self._registered = False
         data: dict[str, Any] = {"path": self.path, "sqlstate": code}
         if kind is LockTimeoutError:
             data["timeout"] = self._lock_timeout
@@ -7312,76 +6363,33 @@ class _PgCore(_Database):
             return error, not _PG_FINAL.search(text), False
         if code in _PG_RETRIED:
             return error, True, False
-        lost = isinstance(exc, OSError) or bool(link.connection.closed)
+        lost = isinstance(exc, OSError) or link.closed()
         return error, lost, lost
-
-    def _in_doubt(self, error: QueueError) -> QueueError:
-        """The statement may have been carried out: nothing else is known."""
-        return type(error)(
-            f"{error}; the outcome is unknown: look whether it was carried out, or"
-            " repeat it in a form that does no harm twice (a put by its id with"
-            " exist_ok)",
-            **{**vars(error), "outcome_unknown": True},
-        )
 
     # Tables
 
-    def _ready(self, link: _PgLink, write: bool) -> bool:
-        """Whether the tables are there, of this version; a writer makes them,
-        and registers the queue."""
-        if self._registered or (self._made and not write):
-            return True
-        there = link.rows(_PG_HAS, {"schema": self._schema})[0][0]
-        if not there and write:
-            self._create(link)
-        elif not there:
-            return False
-        rows = link.rows(self._sql(_PG_FIND_VERSION), {})
-        version = rows[0][0] if rows else None
-        if version != _PG_VERSION:
-            raise QueueError(
-                f"queue {self.path!r}: the tables in schema {self._schema!r} are of"
-                f" version {version}, and this tiny_queue {__version__} knows"
-                f" {_PG_VERSION}; use the same version of it everywhere, or another"
-                " ?schema=",
-                path=self.path,
-            )
-        if write:
-            link.do(self._sql(_PG_REGISTER), {"queue": self._name})
-        self._made, self._registered = True, write
-        return True
+    def _has_tables(self, link: _SqlLink) -> bool:
+        keys = {"schema": self._options["schema"]}
+        return self._do(link, _PG_HAS_TABLES, **keys).fetchone() is not None
 
-    def _create(self, link: _PgLink) -> None:
+    def _create(self, link: _SqlLink, there: bool) -> None:
         """One of all who come first makes them, the others wait for it."""
-        with link.connection.transaction():
-            link.do(_PG_MAKERS_LOCK, {"family": self._family})
-            there, schema = link.rows(_PG_HAS, {"schema": self._schema})[0]
-            if not schema:
-                link.do(self._sql(_PG_MAKE_SCHEMA))
-            if not there:
-                link.do(self._sql(_PG_MAKE))
-
-    def _sql(self, template: str, **words: str) -> str:
-        """A statement with the schema in its place; no user's text."""
-        key = template + "".join(words.values()) if words else template
-        text = self._texts.get(key)
-        if text is None:
-            words = {**self._words, **words}
-            # What is quoted is the schema's name, which may be one of these words.
-            word = re.compile(rf"(?<!\")\b({'|'.join(words)})\b")
-            while word.search(template):
-                template = word.sub(lambda m: words[m[1]], template)
-            text = self._texts[key] = template
-        return text
+        if not there:
+            self._do(link, _PG_MAKERS)
+            there = self._has_tables(link)
+        if not there:
+            schema = self._options["schema"]
+            if not self._do(link, _PG_HAS_SCHEMA, schema=schema).fetchone():
+                self._do(link, f'CREATE SCHEMA "{schema}"')
+        super()._create(link, there)
 
     # The caller's transaction
 
-    def _within(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
-        """Run body in the transaction that is open on the caller's connection;
-        its errors are final, as is a transaction that failed."""
-        if self._pid != os.getpid():
-            self.forked()
-        if not isinstance(connection, self._driver.Connection):
+    @contextlib.contextmanager
+    def _joined(self, connection: Any) -> Iterator[_SqlLink]:
+        """The caller's connection, read as ours is whatever he has set."""
+        driver = self._driver
+        if not isinstance(connection, driver.Connection):
             raise TypeError(
                 "connection: must be a psycopg.Connection, not"
                 f" {type(connection).__name__}"
@@ -7397,434 +6405,279 @@ class _PgCore(_Database):
                 f"connection: it cannot run a statement now ({status.name}); roll back"
                 " or reconnect first"
             )
-        self._check_open()
         if connection.info.encoding == "ascii":
             raise ValueError(
                 "connection: its client_encoding is SQL_ASCII, which gives bytes for"
                 " text; set it to UTF8"
             )
-        guest = _PgGuest(self._driver, connection)
+        cursor = driver.Cursor(connection, row_factory=driver.rows.tuple_row)
+        for name, loader in (
+            ("float8", driver.types.numeric.FloatLoader),
+            ("int8", driver.types.numeric.IntLoader),
+            ("text", driver.types.string.TextLoader),
+        ):
+            cursor.adapters.register_loader(name, loader)
+        link = _SqlLink(connection, cursor)
+        link.guest = True
         try:
-            if connection not in self._joined:
-                self._check_home(guest)
-                self._joined.add(connection)
-            return body(guest, False, *args)
-        except self._driver.Error as exc:
-            raise self._judge(exc, guest)[0] from exc
+            if connection not in self._guests:
+                self._check_home(link)
+                self._guests.add(connection)
+            try:
+                yield link
+            finally:
+                if connection.info.pipeline_status:  # wait for the last answer
+                    cursor.execute("SELECT 1").fetchone()
+        except driver.Error as exc:
+            raise self._judge(exc, None)[0] from exc
 
-    def _check_home(self, guest: _PgGuest) -> None:
+    def _check_home(self, link: _SqlLink) -> None:
         """Its database must be ours, or nothing commits together."""
-        where = guest.rows(self._sql(_PG_WHERE), {})
-        if where != self._home:
-            home = _PG_WHERE
-            self._home = self._run(
-                lambda link, _: link.rows(self._sql(home), {}), again=True, write=True
-            )
+        where = self._where(link)
+        if where != self._home:  # or the tables were not there yet
+            self._home = self._run(self._where, make=True)
+            where = self._where(link)
         if where != self._home:
             raise ValueError(
                 f"connection: it is to another database than queue {self.path!r}; only"
                 " the same one can commit both together"
             )
 
+    def _where(self, link: _SqlLink) -> Any:
+        return self._do(link, _PG_WHERE).fetchone()
 
-class _PgGuest:
-    """The caller's connection, as far as a verb needs one."""
+    def _in_transaction(self, link: _SqlLink) -> bool:
+        return link.connection.info.transaction_status in (2, 3)
 
-    def __init__(self, driver: Any, connection: Any) -> None:
-        self.connection = connection
-        self._cursor = driver.Cursor(connection, row_factory=driver.rows.tuple_row)
-        number, string = driver.types.numeric, driver.types.string
-        for name, loader in (
-            ("float8", number.FloatLoader),
-            ("int8", number.IntLoader),
-            ("text", string.TextLoader),
-        ):  # whatever the caller has theirs read as
-            self._cursor.adapters.register_loader(name, loader)
+    def _enter(self, link: _SqlLink) -> None:
+        link.undo = "ROLLBACK TO SAVEPOINT tiny_queue"
+        link.execute("SAVEPOINT tiny_queue", {})
 
-    def rows(self, sql: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        self._cursor.execute(sql, params)
-        return cast("list[tuple[Any, ...]]", self._cursor.fetchall())
+    # Puts and changes
 
+    def _run(
+        self, body: Callable[..., Any], *args: Any, soon: bool = False, **options: Any
+    ) -> Any:
+        """Tell the waiting at most once in _PG_QUIET: a transaction with a NOTIFY
+        commits under a lock that all of a cluster's share.
 
-def _masked(url: str) -> str:
-    """A URL for people: without passwords."""
-    base, query = _split_url(url)
-    base = re.sub(r"(?s)(?<=://)([^:@/]*):(.*)@", r"\1:***@", base)
-    return base + "?" * bool(query) + re.sub(r"(?i)(password=)[^&]*", r"\1***", query)
-
-
-def _split_url(url: str) -> tuple[str, str]:
-    """What stands before the query, and the query; as libpq tells them apart."""
-    base = cast("re.Match[str]", re.match(r"[^:]*://(?:[^/@]*@)?[^?]*", url))[0]
-    return base, url[len(base) + 1 :]
-
-
-def _password_in(url: str) -> set[str]:
-    found = re.search(r"(?s)(?<=://)[^:@/]*:(.*)@", _split_url(url)[0])
-    return {found[1], _unquoted(found[1])} - {""} if found else set()
-
-
-def _unquoted(text: str) -> str:
-    import urllib.parse
-
-    return urllib.parse.unquote(text)
-
-
-class _PgPuts(_PgCore):
-    """Asking, putting, and telling those who wait."""
-
-    def _ask(self, link: Any, template: str, **params: Any) -> list[tuple[Any, ...]]:
-        common = {
-            "queue": self._name, "channel": self._channel, "tell": False,
-            "lazy": not self._fsync, "family": self._family,
-        }  # fmt: skip
-        if isinstance(link, _PgGuest):  # whose commits are not ours to hasten
-            common.update(lazy=False, tell=self._notify)
-            params.pop("tell", None)
-        return cast(
-            "list[tuple[Any, ...]]",
-            link.rows(self._sql(template), {**common, **params}),
-        )
-
-    def _rows(
-        self, template: str, again: bool = True, bulk: bool = False, **params: Any
-    ) -> list[tuple[Any, ...]]:
-        """The answer to one statement; none where nothing was ever written."""
-        return cast(
-            "list[tuple[Any, ...]]",
-            self._run(
-                lambda link, _: self._ask(link, template, **params),
-                again=again,
-                bulk=bulk,
-                nothing=[],
-            ),
-        )
-
-    def _view(self, row: Sequence[Any], holder: object = None) -> Job:
-        shown: Callable[..., Job] = self._shown
-        return shown(*row[:-1], json.loads(row[-1]), holder)
-
-    def _telling(self, soon: bool, body: Callable[[bool], Any]) -> Any:
-        """Run what may make a job due soon, and tell the waiting, or owe it."""
-        if not (soon and self._notify):
-            return body(False)
-        owed, tell = self._bell.owing, self._bell.ask()
+        What was committed within _PG_QUIET of a telling, which may have been
+        another's, is found by those who wait when they look again after that
+        time; what came later is told by itself.
+        """
+        run = super()._run
+        if not (soon and self._options["notify"]) or options.get("connection"):
+            return run(body, *args, **options)
+        tell = self._may_tell()
         try:
-            result = body(tell)
+            result = run(body, *args, soon=tell, **options)
         except BaseException:
-            if tell and owed:
-                self._bell.owe()
+            self._told = -math.inf  # nobody may have been told
             raise
-        if not tell:
-            self._bell.owe()
+        if not tell and self._may_tell():
+            try:
+                run(self._do, "SELECT TELL, LAZY", soon=True, lazy=True)
+            except QueueError as exc:
+                _log().warning("waiting workers not told of new jobs: %s", exc)
         return result
 
-    def _ring(self) -> None:
-        try:
-            if not self._closed:
-                self._rows(_PG_RING, tell=True, lazy=True)
-        except QueueError as exc:
-            _log().warning("waiting workers not told of new jobs: %s", exc)
+    def _may_tell(self) -> bool:
+        now = time.monotonic()
+        if now - self._told < _PG_QUIET:
+            return False
+        self._told = now
+        return True
 
-    # Insert
-
-    def insert(
-        self, new: Sequence[_New], exist_ok: bool, connection: Any = None
-    ) -> list[Job]:
-        if self._pid != os.getpid():
-            self.forked()  # before an id is made
-        ids = [self._fresh() if item.id is None else item.id for item in new]
-        if len(new) > 1:
-            body: Callable[..., Any] = self._put_many
-            args: tuple[Any, ...] = (new, ids)
-            again, bulk = False, True
-        else:
-            body, args = self._put, (new[0], ids[0], exist_ok)
-            again, bulk = exist_ok and new[0].id is not None, False
-        if connection is not None:
-            if not self._registered:
-                self._run(lambda *_: None, again=True, write=True)
-            return cast("list[Job]", self._within(connection, body, True, *args))
-        soon = any(item.delay <= _TICK or item.at is not None for item in new)
-        return cast(
-            "list[Job]",
-            self._telling(
-                soon,
-                lambda tell: self._run(
-                    body, tell, *args, again=again, bulk=bulk, write=True
-                ),
-            ),
-        )
-
-    def _put(
-        self, link: Any, doubt: bool, tell: bool, new: _New, id: str, exist_ok: bool
-    ) -> list[Job]:
-        key = _to_column(id)
-        for _ in range(10):
-            rows = self._ask(
-                link, _PG_PUT, id=key, priority=new.priority, at=new.at,
-                delay=new.delay, max_retries=new.max_retries, payload=new.text,
-                tell=tell,
-            )  # fmt: skip
-            if rows:
-                created_at, run_at = rows[0][:2]
-                return [self._new_job(new, id, created_at, run_at)]
-            found = self._alive(link, [key])
-            if found is not None and exist_ok:
-                return [found]
-            if found is not None:
-                raise self._duplicate(found)
-        raise QueueError(f"queue {self.path!r}: job {id!r} comes and goes; try again")
-
-    def _alive(self, link: Any, keys: list[str]) -> Job | None:
-        synced = "FOR KEY SHARE SKIP LOCKED"
-        own = self._fsync and not isinstance(link, _PgGuest)
-        for lock in (synced, "") if own else ("",):
-            found = self._ask(link, self._sql(_PG_ALIVE, SYNCED=lock), ids=keys)
-            if found:
-                return self._view(found[0])
-        return None
-
-    def _put_many(
-        self, link: Any, doubt: bool, tell: bool, new: Sequence[_New], ids: list[str]
-    ) -> list[Job]:
-        """In the caller's transaction an error would spoil all of it, so there
-        what came before a live id is taken out again."""
-        guest = isinstance(link, _PgGuest)
-        keys = [_to_column(id) for id in ids]
+    def _insert(
+        self, link: _SqlLink, new: Sequence[_New], ids: list[str], revs: list[int]
+    ) -> dict[str, tuple[float, float]]:
         rows = []
-        try:
-            rows = self._ask(
-                link,
-                self._sql(
-                    _PG_PUT_MANY,
-                    IF_ALIVE="ON CONFLICT (queue, id) DO NOTHING" if guest else "",
-                ),
-                ids=keys,
-                payloads=[item.text for item in new],
-                priority=new[0].priority,
-                delay=new[0].delay,
-                tell=tell,
-            )
-        except self._driver.errors.UniqueViolation:
-            pass
-        if rows and rows[0][3] is None:
-            now = rows[0][0]
-            run_at = now + new[0].delay if new[0].delay else 0.0
-            return [self._new_job(item, id, now, run_at) for item, id in zip(new, ids)]
-        if rows:
-            self._ask(link, _PG_UNPUT, ids=rows[0][3])
-        raise self._taken(link, keys)
+        for item, id, rev in zip(new, ids, revs):
+            given = zip(_New._field_defaults.items(), item[3:])
+            row = {name: value for (name, usual), value in given if value != usual}
+            rows.append({"id": id, "rev": rev, "text": item.text, **row})
+            if item.error is not None:
+                rows[-1]["error"] = _to_column(item.error)
+        found = self._do(link, _PG_PUT, jobs=json.dumps(rows)).fetchall()
+        return {id: (created_at, run_at) for id, created_at, run_at, *_ in found}
 
-    def _taken(self, link: Any, keys: list[str]) -> QueueError:
-        found = self._alive(link, keys)
-        if found is not None:
-            return self._duplicate(found)
-        return QueueError(
-            f"queue {self.path!r}: an id was alive and is no more; put them again",
-            path=self.path,
-        )
+    def _each(
+        self,
+        link: _SqlLink,
+        changes: Sequence[_Change],
+        owner: int = 0,
+        columns: str = "1",
+    ) -> list[Any]:
+        rows, common = [], self._common(link)
+        self._forget(changes)
+        for text, group in itertools.groupby(changes, _sql_of):
+            keys = [{**common, **_sql_fields(change, owner)} for change in group]
+            sql = self._sql(f"{text} RETURNING {columns}, TELL, LAZY")
+            if len(keys) == 1:
+                rows.append(link.execute(sql, keys[0]).fetchone())
+            else:
+                rows += link.execute_each(sql, keys)
+        return rows
 
+    def _forget(self, changes: Sequence[_Change]) -> None:
+        for change in changes:
+            if isinstance(change.fence, str) and change.token != change.fence:
+                self._tokens.pop(change.fence, None)
 
-class _PgLeases(_PgPuts):
-    """Leasing, and telling whose lease is over."""
+    # Takes
 
-    def lease(self, n: int, seconds: float, held: bool, again: bool) -> _Leased:
-        if self._pid != os.getpid():
-            self.forked()  # before a token is made
+    def take(
+        self,
+        n: int,
+        seconds: float,
+        held: bool,
+        above: int = _LOWEST,
+        changes: Sequence[_Change] = (),
+    ) -> _Taken:
+        """Changes that a take must see, or too many for one statement with it,
+        are made before it in the same transaction."""
+        call = self.fresh()
         news = self._watch.news
-        session = self._live_session() if held and self._notify else None
-        lapses: list[_Lapse] = []
-        looked = time.monotonic() - self._looked >= _TICK
-        if looked:
-            lapses = self._look(n)[1]
-        jobs, due = self._take(n, seconds, session)
-        if not (jobs or looked or again):
-            revived, lapses = self._look(n)
-            if revived:
-                jobs, due = self._take(n, seconds, session)
-        return _Leased(jobs, lapses, (news, time.monotonic() + due))
+        session = self._holder(held)
+        keys = {
+            "n": n,
+            "seconds": seconds,
+            "owner": session.number if session else 0,
+            "above": above,
+            "call": call,
+        }
+        due_now = any(one.state == "pending" and one.seconds <= 0 for one in changes)
+        apart = due_now or len(changes) > _PG_TOGETHER
+        made, rows, due = self._run(
+            self._take,
+            changes,
+            keys,
+            apart,
+            lazy=not changes,
+            block=apart,
+            soon=due_now,
+            nothing=([False] * len(changes), [], math.inf),
+        )
+        if not rows and due <= 0:
+            try:
+                rows, due = self._run(self._take_due, keys, lazy=True)
+            except QueueError:
+                if not made:
+                    raise  # else it is told at the next call
+        jobs = [self._view(row[5:], session) for row in rows]
+        self._remember(jobs)
+        if jobs and session is not None and session is not self._session:
+            # Lost meanwhile: these came too late to be renamed with the others.
+            self._rename(session, [cast(str, job.token) for job in jobs])
+        return _Taken(made, jobs, (news, time.monotonic() + due))
 
     def _take(
-        self, n: int, seconds: float, session: _PgSession | None
-    ) -> tuple[list[Job], float]:
-        """Jobs; if there are none, in how many seconds one will be due."""
-        call = self._fresh() + "-"
-        owner = session.number if session else 0
-        none = [(None, None, None)]
-        rows = self._run(
-            self._taking, n, seconds, owner, call, again=True, nothing=none
+        self, link: Any, changes: Sequence[_Change], keys: dict[str, Any], apart: bool
+    ) -> tuple[list[bool], list[Any], float]:
+        made: list[bool] = []
+        if changes and (apart or link.doubt):
+            made = [row is not None for row in self._each(link, changes)]
+            changes = ()
+        if link.doubt:  # an earlier try may have leased, and nobody knew
+            rows = self._do(link, _PG_MINE, call=keys["call"]).fetchall()
+            if rows:
+                return made, rows, math.inf
+        statements = []
+        self._forget(changes)
+        for number, change in enumerate(changes):
+            statements.append(_sql_of(change))
+            fields = _sql_fields(change, 0)
+            keys = {**keys, **{f"{key}_{number}": fields[key] for key in fields}}
+        sql = _pg_take(tuple(statements), keys["n"] == 1)
+        rows = self._do(link, sql, promoted=False, **keys).fetchall()
+        due, counts = rows[0][:2]
+        return (
+            made or list(map(bool, counts)),
+            [row for row in rows if row[4] is not None],
+            math.inf if due is None else due,
         )
-        due = rows[0][0]
-        jobs = [self._view(row[3:], session) for row in rows if row[2] is not None]
-        self._remember(jobs, seconds)
-        successor = self._session
-        if jobs and session and successor is not session and successor is not None:
-            # Lost meanwhile: these came too late to be renamed with the others.
-            tokens = [job.token for job in jobs]
-            self._rows(_PG_RENAME, old=owner, owner=successor.number, tokens=tokens)
-        return jobs, math.inf if due is None else max(0.0, due)
 
-    def _remember(self, jobs: Iterable[Job], seconds: float) -> None:
-        now, tokens = time.monotonic(), self._tokens
-        for job in jobs:
-            tokens[cast(str, job.token)] = now + seconds
-        if len(tokens) > 10_000:  # never settled by this object
-            live = list(tokens.items())  # at once: other threads add to it
-            self._tokens = {token: end for token, end in live if end > now}
-
-    def _taking(
-        self, link: Any, doubt: bool, n: int, seconds: float, owner: int, call: str
-    ) -> list[tuple[Any, ...]]:
-        if doubt:  # an earlier try may have leased, and nobody knew
-            mine = self._ask(link, _PG_MINE, call=call)
-            if mine:
-                return [(None, None, *row) for row in mine]
-        one = self._sql(_PG_TAKE, N="1" if n == 1 else "%(n)s")
-        take = functools.partial(
-            self._ask, link, one, n=n, seconds=seconds, owner=owner, call=call,
-            lazy=True,
-        )  # fmt: skip
-        rows = take(ripe=False)
+    def _take_due(self, link: Any, keys: dict[str, Any]) -> tuple[list[Any], float]:
+        """Make ready what has become due, and take."""
+        if link.doubt:
+            rows = self._do(link, _PG_MINE, call=keys["call"]).fetchall()
+            if rows:
+                return rows, math.inf
+        self._do(link, _PG_DUE, n=max(keys["n"], _SQL_DUE))
+        sql = _pg_take((), keys["n"] == 1)
+        rows = self._do(link, sql, promoted=True, **keys).fetchall()
         due = rows[0][0]
-        if due is not None and due <= 0 and rows[0][2] is None:
-            self._ask(link, _PG_RIPEN, n=max(n, _PG_RIPE), lazy=True)
-            rows = take(ripe=True)
-        return rows
+        rows = [row for row in rows if row[4] is not None]
+        return rows, math.inf if due is None else due
 
     # Who is alive
 
-    def _look(self, n: int) -> tuple[bool, list[_Lapse]]:
-        """Move jobs that a dead holder had for the first time to the front, up
-        to n; whether there were any, and the other lapses."""
-        self._looked = time.monotonic()
-        first, others = [], []
-        for lapse, priority in self._over(math.inf):
-            if lapse.lapses == 0 and lapse.attempts <= lapse.max_retries:
-                first.append((-priority, lapse))
-            else:
-                others.append(lapse)
-        if not first:
-            return False, others
-        first.sort(key=lambda item: item[0])
-        if len(first) > n:
-            self._looked = -math.inf  # look again for the rest
-        lapses = [lapse for _, lapse in first]
-        self._rows(_PG_RIPEN, n=_PG_RIPE, lazy=True)  # who is due comes first, too
-        self._rows(
-            _PG_REVIVE,
-            ids=[_to_column(lapse.id) for lapse in lapses],
-            revs=[lapse.rev for lapse in lapses],
-            errors=[_to_column(lapse.reason) for lapse in lapses],
-            n=n,
-            front=_PG_FRONT,
-        )
-        return True, others
+    def _holder(self, held: bool) -> _PgSession | None:
+        """This object's proof of life; a lost one is replaced, and its jobs that
+        nobody has taken over are ours still.
 
-    def _over(self, older_than: float) -> list[tuple[_Lapse, int]]:
-        """Leases that ended unsettled, with their priorities, in order."""
-        rows = self._rows(_PG_LAPSED, older_than=older_than)
-        over, moved = [], False
-        for id, rev, attempts, retries, lapses, priority, moved_from, why in rows:
-            if moved_from is not None:
-                moved = True
-                continue
-            retries = self._retries(retries)
-            reason = f"{why} (delivery {attempts} of {retries + 1})"
-            lapse = _Lapse(_from_column(id), rev, attempts, retries, lapses, reason)
-            over.append((lapse, priority))
-        if moved:
-            self._rows(_PG_LET_GO_LAPSED)
-        return over
-
-    def lapsed(self, older_than: float) -> list[_Lapse]:
-        return [lapse for lapse, _ in self._over(older_than)]
-
-    def give_back(self, verdicts: Sequence[tuple[_Lapse, float | None, str]]) -> int:
-        if not verdicts:
-            return 0
-        params: dict[str, Any] = {
-            "ids": [_to_column(lapse.id) for lapse, _, _ in verdicts],
-            "revs": [lapse.rev for lapse, _, _ in verdicts],
-            "delays": [delay for _, delay, _ in verdicts],
-            "errors": [_to_column(error) for _, _, error in verdicts],
-        }
-        rows = self._telling(
-            True, lambda tell: self._rows(_PG_GIVE_BACK, tell=tell, **params)
-        )
-        return cast(int, rows[0][0]) if rows else 0
-
-    def _live_session(self) -> _PgSession:
-        """This object's proof of life; a lost one is replaced, and its jobs
-        that nobody has taken over are ours still.  One thread connects, the
-        others wait for it as long as it may take itself."""
-        if self._pid != os.getpid():
-            self.forked()
-        deadline = time.monotonic() + max(self._lock_timeout, 1.0)
-        mine, turn = False, self._session_turn
+        One thread connects; the others wait as long as it may take itself.
+        """
+        if not (held and self._options["notify"]):
+            return None
+        lock = self._connecting
         try:
-            with turn:
-                while self._opening:
-                    if not turn.wait(deadline - time.monotonic()):
-                        raise self._still_opening()
-                session = self._session
-                if session is not None and not session.lost():
-                    return session
-                mine = self._opening = True
-            self._session = self._new_session()
-            if self._closed:  # meanwhile
-                self._session.close()
-            if session is not None:
-                session.close()
-                self._rename(session.number, self._session.number)
+            if not lock.acquire(timeout=max(self._lock_timeout, self.SECONDS)):
+                raise LockTimeoutError(
+                    f"queue {self.path!r}: another thread is still connecting; is the"
+                    " server there?",
+                    path=self.path,
+                    timeout=self._lock_timeout,
+                )
+            old = self._session
+            if old is None or old.lost():
+                self._session = self._run(self._new_session, bare=True)
+                if self._closed:  # meanwhile
+                    self._session.close()
+                if old is not None:
+                    old.close()
+                    _log().warning(
+                        "queue %r: lost the connection that proves that owner %d lives;"
+                        " it goes on as owner %d",
+                        self.path,
+                        old.number,
+                        self._session.number,
+                    )
+                    self._rename(old, [*self._tokens])
             return self._session
         finally:
-            if mine:
-                with turn:
-                    self._opening = False
-                    turn.notify_all()
+            if lock._is_owned():  # type: ignore[attr-defined]
+                lock.release()
 
-    def _still_opening(self) -> LockTimeoutError:
-        return LockTimeoutError(
-            f"queue {self.path!r}: another thread is still connecting; is the server"
-            " there?",
-            path=self.path,
-            timeout=self._lock_timeout,
-        )
-
-    def _new_session(self) -> _PgSession:
+    def _new_session(self, _: object) -> _PgSession:
         """On a connection of its own: the one lent goes back to the pool."""
-        return cast(
-            _PgSession,
-            self._run(lambda *_: self._open_session(), again=True, bare=True),
-        )
-
-    def _open_session(self) -> _PgSession:
         link = _PgLink()
         self._connect(link)
         try:
             while True:
                 number = random.getrandbits(30) + 1
-                if self._ask(link, _PG_LOCK, owner=number)[0][0]:
+                if self._do(link, _PG_LOCK, number=number).fetchone()[0]:
                     return _PgSession(link, number)
         except (self._driver.Error, OSError) as exc:
             link.close()
             raise _UnreachableError from exc
 
-    def _rename(self, old: int, new: int) -> None:
-        _log().warning(
-            "queue %r: lost the connection that proves that owner %d lives; it goes on"
-            " as owner %d",
-            self.path,
-            old,
-            new,
-        )
-        tokens = [*self._tokens]
-        self._rows(_PG_RENAME, old=old, owner=new, tokens=tokens)
+    def _rename(self, old: _PgSession, tokens: list[str]) -> None:
+        """Let the session of now answer for these leases."""
+        keys = {"old": old.number, "owner": cast(_PgSession, self._session).number}
+        self._run(lambda link: self._do(link, _PG_RENAME, tokens=tokens, **keys))
 
-    # Waiting
+    def _remember(self, jobs: Sequence[Job]) -> None:
+        """Which leases are unsettled, or of many the last."""
+        tokens = self._tokens
+        tokens.update((cast(str, job.token), None) for job in jobs)
+        while len(tokens) > 10_000:
+            tokens.pop(next(iter(tokens)), None)
+
+    # Waiting, verifying, closing
 
     def wait(self, seen: object, seconds: float) -> None:
+        seen = seen or (self._watch.news, math.inf)
         news, due = cast("tuple[int, float]", seen)
         seconds = min(seconds, max(0.0, due - time.monotonic()))
         if seconds > 0:
@@ -7834,318 +6687,80 @@ class _PgLeases(_PgPuts):
 
     def _hear(self, seconds: float) -> bool:
         """Listen, look whether something came before that, then sleep."""
-        if not self._notify:
+        session = self._holder(True)
+        if session is None:
             time.sleep(min(seconds, _PG_POLL))
             return True
-        session = self._live_session()
         with session.lock:
             try:
-                return self._listen_on(session, seconds)
+                return self._listen(session, seconds)
             except (self._driver.Error, OSError, QueueError):
-                session.gone = True  # the next lease says so and opens another
+                session.gone = True  # the next take says so and opens another
                 return True
             finally:
                 if self._closed:
                     session.link.close()
 
-    def _listen_on(self, session: _PgSession, seconds: float) -> bool:
-        link, answer = session.link, max(self._lock_timeout, 1.0)
-        link.patience.deadline = time.monotonic() + answer
+    def _listen(self, session: _PgSession, seconds: float) -> bool:
+        """Look twice: at once, and when what was put without telling, as others
+        were told just before, has been committed; see _telling()."""
+        link, answer = session.link, max(self._lock_timeout, self.SECONDS)
+        end = time.monotonic() + seconds
+        link.deadline = time.monotonic() + answer
         session.told.clear()
         try:
-            link.do(f"LISTEN {self._channel}")
-            ready, due = False, None
-            if self._ready(link, False):
-                ready, due = self._ask(link, _PG_PEEK)[0]
-            if ready:
-                time.sleep(1e-3)  # or it would be a busy loop around a locked job
-                return True
-            seconds = seconds if due is None else min(seconds, due)
-            return session.hear(max(0.0, seconds))
-        finally:
-            link.patience.deadline = time.monotonic() + answer
-            link.do(f"UNLISTEN {self._channel}")
-
-
-class _PgEngine(_PgLeases):
-    """The engine for postgresql:// URLs."""
-
-    # Settle, extend
-
-    def settle(
-        self,
-        job: Job,
-        outcome: str,
-        delay: float = 0.0,
-        error: str | None = None,
-        counted: bool = True,
-        connection: Any = None,
-    ) -> None:
-        template = {"done": _PG_DONE, "pending": _PG_BACK, "dead": _PG_BURY}[outcome]
-        params: dict[str, Any] = {"id": _to_column(job.id), "token": job.token}
-        if outcome != "done":
-            params["error"] = None if error is None else _to_column(error)
-        if outcome == "pending":
-            params.update(delay=delay, counted=counted)
-        if connection is not None:
-            if not self._made:
-                self._run(lambda *_: None, again=True)
-            done = self._within(connection, self._settle, job, template, params)
-            if not done:
-                raise self._lost(job)
-            return
-        done = self._telling(
-            outcome == "pending" and delay <= _TICK,
-            lambda tell: self._run(
-                self._settle, job, template, {**params, "tell": tell}, again=True
-            ),
-        )
-        if not done:
-            raise self._lost(job)
-
-    def _settle(
-        self, link: Any, doubt: bool, job: Job, template: str, params: dict[str, Any]
-    ) -> bool:
-        """Settled twice it finds nothing, and so does a lease that was lost."""
-        done = bool(self._ask(link, template, **params))
-        self._tokens.pop(cast(str, job.token), None)
-        if doubt and not done:
-            raise self._in_doubt(
-                QueueError(
-                    f"queue {self.path!r}: the connection was lost while job"
-                    f" {job.id!r} was settled, and now it is settled, or its lease was"
-                    " lost before",
-                    id=job.id,
-                    path=self.path,
+            link.execute(f"LISTEN {self._channel}", {})
+            for pause in (_PG_QUIET, seconds):
+                link.deadline = time.monotonic() + answer
+                ready, due = False, None
+                if self._prepared(link, False):
+                    ready, due = self._do(link, _PG_PEEK).fetchone()
+                if ready:
+                    time.sleep(1e-3)  # or it would be a busy loop around a locked job
+                    return True
+                left = min(
+                    end - time.monotonic(), pause, math.inf if due is None else due
                 )
-            )
-        return done
-
-    def extend(self, job: Job, seconds: float) -> Job:
-        session = self._live_session() if self._notify else None
-        rows = self._rows(
-            _PG_EXTEND,
-            id=_to_column(job.id),
-            token=job.token,
-            seconds=seconds,
-            owner=session.number if session else 0,
-            lazy=True,
-        )
-        if not rows:
-            self._tokens.pop(cast(str, job.token), None)
-            raise self._lost(job)
-        self._remember([job], seconds)
-        return self._view(rows[0][1:], session)
-
-    # Looking
-
-    def records(self, state: str | None, limit: int | None) -> Iterator[Job]:
-        states = _PG_STATES[state]
-        rows = self._rows(_PG_SNAPSHOT, bulk=True, states=states, limit=limit)
-        ids: str | None = rows[0][0] if rows else None
-        return self._pages(ids or "", states)
-
-    def _pages(self, ids: str, states: list[str]) -> Iterator[Job]:
-        """Read the jobs page by page; what left these states is left out."""
-        start = 0
-        while start < len(ids):
-            page: list[str] = []
-            while len(page) < _PG_PAGE and start < len(ids):
-                end = ids.find("\n", start)
-                end = len(ids) if end < 0 else end
-                page.append(ids[start:end])
-                start = end + 1
-            rows = self._rows(_PG_PAGE_OF, ids=page, states=states)
-            found = {row[0]: row for row in rows}
-            yield from [self._view(found[id]) for id in page if id in found]
-
-    def find(self, id: str) -> Job:
-        rows = self._rows(_PG_FIND, id=_to_column(id))
-        if not rows:
-            raise self._unknown(id, "pending, inflight or dead")
-        return self._view(rows[0])
-
-    def counts(self) -> Stats:
-        rows = self._rows(_PG_COUNTS, bulk=True)
-        return Stats(*rows[0]) if rows else Stats(0, 0, 0, 0, 0, None, None, 0)
-
-    def names(self) -> list[str] | None:
-        found = self._run(
-            lambda link, _: link.rows(self._sql(_PG_NAMES), {}), again=True
-        )
-        return None if found is None else [row[0] for row in found]
+                if session.hear(max(0.0, left)):
+                    return True
+            return False
+        finally:
+            link.deadline = time.monotonic() + answer
+            link.execute(f"UNLISTEN {self._channel}", {})
 
     def verify(self) -> list[Damage]:
         """Have the server read every job; its own checksums speak."""
         number = 0
         try:
-            for _ in self.records(None, None):
+            for _ in self.records(None):
                 number += 1
         except QueueError as exc:
             if getattr(exc, "sqlstate", None) not in ("XX001", "XX002"):
                 raise
-            return [Damage(f"{self._schema}.tiny_queue_job", number + 1, str(exc))]
+            table = f"{self._options['schema']}.tiny_queue_jobs"
+            return [Damage(table, number + 1, str(exc))]
         return []
 
-    def compact(self) -> None:
-        raise QueueError(
-            f"queue {self.path!r}: there is nothing to compact, as the server reuses"
-            " the space of jobs that are gone by itself",
-            path=self.path,
-        )
-
-    # Removing, replaying
-
-    def requeue(self, id: str | None) -> int:
-        if id is None:
-            return self._requeue_all()
-        rows = self._telling(
-            True,
-            lambda tell: self._rows(
-                _PG_REQUEUE_ONE, again=False, id=_to_column(id), tell=tell
-            ),
-        )
-        if not rows:
-            raise self._unknown(id, "dead")
-        return 1
-
-    def _requeue_all(self) -> int:
-        last = self._rows(_PG_LAST_DEATH)
-        if not last or last[0][0] is None:
-            return 0
-        return cast(
-            int,
-            self._telling(
-                True,
-                lambda tell: self._many(
-                    _PG_REQUEUE, last=last[0][0], n=_PG_BATCH, tell=tell
-                ),
-            ),
-        )
-
-    def _many(self, template: str, **params: Any) -> int:
-        """Repeat a statement of bounded size until it finds nothing."""
-        total, count = 0, 1
-        while count:
-            rows = self._rows(template, again=False, bulk=True, **params)
-            count = rows[0][0] if rows else 0
-            total += count
-        return total
-
-    def remove(self, id: str) -> bool:
-        return bool(self._rows(_PG_REMOVE, again=False, id=_to_column(id)))
-
-    def purge(self, state: str, older_than: float) -> int:
-        start = self._rows(_PG_CLOCK) or [(0.0,)]
-        return self._many(
-            _PG_PURGE,
-            states=_PG_STATES[state],
-            start=start[0][0],
-            older_than=older_than,
-            n=_PG_BATCH,
-        )
-
     def close(self) -> None:
-        if self._pid != os.getpid():
-            self.forked()
+        self._check_process()
         if self._closed:
             return
-        self._bell.settle_up()
         self._closed = True
         self._watch.close()
-        with self._session_turn:
-            if self._session is not None:
-                try:
-                    self._session.resign()
-                except (self._driver.Error, OSError):
-                    pass  # then it ends with the connection
-                self._session.close()
+        if self._session is not None:
+            try:
+                self._session.resign()
+            except (self._driver.Error, OSError):
+                pass  # then it ends with the connection
+            self._session.close()
         self._pool.close()
 
-    # Moving
 
-    def hold(self, state: str, n: int, seconds: float, prefix: str) -> list[_Parcel]:
-        parcels: list[_Parcel] = []
-        for internal, placing in _PG_HOLDING[state]:
-            left = n - len(parcels)
-            if left > 0:
-                text = self._sql(_PG_HOLD, STATE=internal, PLACING=placing)
-                rows = self._rows(
-                    text, again=False, bulk=True, n=left, seconds=seconds,
-                    prefix=prefix, state=state, end=f"-{state}",
-                )  # fmt: skip
-                parcels += [self._parcel(row) for row in rows]
-        return parcels
-
-    def held(self, prefix: str) -> list[_Parcel]:
-        rows = self._rows(_PG_HELD, bulk=True, prefix=prefix)
-        return [self._parcel(row) for row in rows]
-
-    def rehold(self, seconds: float, prefix: str) -> list[_Parcel]:
-        rows = self._rows(_PG_REHOLD, bulk=True, seconds=seconds, prefix=prefix)
-        return [self._parcel(row) for row in rows]
-
-    def _parcel(self, row: Sequence[Any]) -> _Parcel:
-        parcel = _Parcel(*row[: len(_Parcel._fields)])
-        error = parcel.last_error
-        return parcel._replace(
-            id=_from_column(parcel.id),
-            last_error=None if error is None else _from_column(error),
-        )
-
-    def adopt(self, parcels: Sequence[_Parcel], seconds: float) -> None:
-        columns: dict[str, list[Any]] = {
-            field: [getattr(parcel, field) for parcel in parcels]
-            for field in _Parcel._fields
-        }
-        columns["id"] = [_to_column(id) for id in columns["id"]]
-        columns["last_error"] = [
-            None if error is None else _to_column(error)
-            for error in columns["last_error"]
-        ]
-        self._run(self._adopt, columns, seconds, bulk=True, write=True)
-
-    def _adopt(
-        self, link: Any, doubt: bool, columns: dict[str, list[Any]], seconds: float
-    ) -> None:
-        try:
-            self._ask(link, _PG_ADOPT, seconds=seconds, **columns)
-        except self._driver.errors.UniqueViolation:
-            raise self._taken(link, columns["id"]) from None
-
-    def drop(self, parcels: Sequence[_Parcel]) -> set[str]:
-        rows = self._rows(_PG_DROP, again=False, bulk=True, **_held(parcels))
-        return {parcel.id for parcel in parcels} - {
-            _from_column(row[0]) for row in rows
-        }
-
-    def let_go(self, parcels: Sequence[_Parcel]) -> None:
-        self._telling(
-            True,
-            lambda tell: self._rows(_PG_LET_GO, bulk=True, tell=tell, **_held(parcels)),
-        )
-
-
-def _held(parcels: Sequence[_Parcel]) -> dict[str, Any]:
-    return {
-        "ids": [_to_column(parcel.id) for parcel in parcels],
-        "tokens": [parcel.token for parcel in parcels],
-    }
-
-
-# By state as Queue names it: as the table does, and in which order each is held.
-_PG_STATES: dict[str | None, list[str]] = {
-    "pending": ["ready", "delayed"],
-    "inflight": ["inflight"],
-    "dead": ["dead"],
-    None: ["ready", "delayed", "inflight", "dead"],
+_ENGINE_OF: dict[str, Callable[..., _Engine]] = {  # by URL scheme
+    "sqlite": _SqliteEngine,
+    "postgresql": _PostgresEngine,
+    "postgres": _PostgresEngine,
 }
-_PG_HOLDING = {
-    "pending": (("ready", "priority DESC, place"), ("delayed", "run_at, place")),
-    "dead": (("dead", "place"),),
-}
-
-_ENGINE_OF["postgresql"] = _ENGINE_OF["postgres"] = _PgEngine
 
 
 # Command line
@@ -8823,90 +7438,138 @@ def _cmd_move(args: argparse.Namespace, out: _Out) -> int:
     seen = {**move.moved, "kept": len(move.kept), "inflight": left}
     if not out.human:
         out.json(seen)
-        return _REFUSED if move.kept else _OK
-    out.line("moved {pending} waiting and {dead} dead jobs".format(**seen))
-    if move.kept:
-        out.line(f"{len(move.kept)} stay: the target has their ids")
-    if left:
-        out.line(f"{left} inflight stay until they are settled or reaped")
+    else:
+        out.line("moved {pending} waiting and {dead} dead jobs".format(**seen))
+        if move.kept:
+            out.line(f"{len(move.kept)} stay: the target has their ids")
+        if left:
+            out.line(f"{left} inflight stay until they are settled or reaped")
     return _REFUSED if move.kept else _OK
 
 
 class _Move:
-    """Moves jobs in batches, each held here, adopted there, dropped here and
-    let go there.
+    """Moves jobs in batches: each is leased here under a token that names the
+    move, put there as due in an hour, removed here, and made due there as it was.
+    One that nobody can take within the hour, dead or delayed, needs no lease, and
+    is put there as it is: it must not come back before its time.
 
-    Dying in between leaves at most one batch to go on with: jobs held on
-    both sides, or on one, under tokens that name this move.  What nobody goes
-    on with comes back by itself when the leases end, after an hour.
+    Each step is durable before the next.  Where a move dies the same command goes
+    on: it knows leases by their token, and copies by created_at and payload.
+    Copies of jobs that were removed already come due by themselves.
+
+    Two at once lose nothing: who removes a job here has written the copy there
+    since it leased the job, if only as it was; and who fails to remove a job
+    drops only a copy that it put itself and that nobody has written since.
     """
 
     _SECONDS = 3600.0
 
     def __init__(self, source: Queue, target: Queue) -> None:
         self._here, self._there = source._engine, target._engine
-        self.total = len(source) + source.stats().dead
+        self._total = len(source) + source.stats().dead
         where = f"{target._engine.path}\n{target.name}"
         self._prefix = f"move-{crc32(where.encode('utf-8', 'surrogatepass')):08x}-"
         self.moved = {"pending": 0, "dead": 0}
-        self.kept: list[_Parcel] = []  # the target has a job of that id
+        self.kept: set[str] = set()  # the target has other jobs of these ids
 
     def run(self) -> None:
-        self._go_on()
+        self._there.counts()  # if it cannot be read, nothing is leased here
+        leased = self._here.records("inflight")
+        begun = [job for job in leased if str(job.token).startswith(self._prefix)]
+        self._move_all(begun, "pending")
         for state in self.moved:
-            while batch := self._here.hold(state, _BATCH, self._SECONDS, self._prefix):
-                self._adopt(batch)
-                done = sum(self.moved.values())
-                _progress(f"moved {done:,} of {self.total:,}")
-        self._here.let_go(self.kept)
+            while self._move_all(self._here.records(state), state):
+                pass  # until nothing was put meanwhile
 
-    def _go_on(self) -> None:
-        """Finish what an earlier move left, which may still be at it.
+    def _move_all(self, jobs: Iterable[Job], state: str) -> bool:
+        jobs, before = iter(jobs), self.moved[state]
+        while batch := list(itertools.islice(jobs, _BATCH)):
+            self._move(batch, state)
+            done = sum(self.moved.values())
+            _progress(f"moved {done:,} of {self._total:,}")
+        return self.moved[state] > before
 
-        What is held there is looked at first.  Each of these jobs is then either
-        gone from here, or it is here, where the new token keeps the other move
-        from dropping it after we have dropped the copy.
-        """
-        there = self._there.held(self._prefix)
-        here = self._here.rehold(self._SECONDS, self._prefix)
-        self._land(there)
-        self._adopt(here)
+    def _move(self, jobs: list[Job], state: str) -> None:
+        jobs = self._lease(jobs)
+        there = self._put(jobs, state)
+        ours = [job for job in jobs if job.id in there]
+        kept = [job for job in jobs if job.id not in there and job.token]
+        changes = [_Change(job.id, job.token or job._rev, "done") for job in ours]
+        changes += [self._as_it_was(job, job.token, state) for job in kept]
+        made = dict(zip([job.id for job in ours], self._here.change(changes)))
+        back = [_Change(id, there[id], "done") for id in there if not made[id]]
+        if back:  # cancelled, requeued or reaped here, or another move has them
+            self._there.change(back)
+        gone = [job for job in ours if made[job.id]]
+        if state == "pending":
+            self._make_due(gone, there)
+        self.moved[state] += len(gone)
 
-    def _land(self, parcels: list[_Parcel]) -> None:
-        """Let go what is gone from here; of what is here drop the copy."""
-        back = [parcel for parcel in parcels if self._is_here(parcel)]
-        if back:
-            self._there.drop(back)
-        self._finish([parcel for parcel in parcels if parcel not in back])
+    def _lease(self, jobs: list[Job]) -> list[Job]:
+        leases = [
+            self._as_it_was(job, job.token or job._rev, "inflight")._replace(
+                seconds=self._SECONDS, token=f"{self._prefix}{self._here.fresh()}"
+            )
+            for job in jobs
+            if not self._rests(job)
+        ]
+        leased = {job.id: job for job in self._here.renew(leases, False) if job}
+        jobs = [job for job in jobs if job.id in leased or self._rests(job)]
+        return [leased.get(job.id, job) for job in jobs]
 
-    def _is_here(self, parcel: _Parcel) -> bool:
-        try:
-            self._here.find(parcel.id)
-            return True
-        except JobNotFoundError:
-            return False
+    def _rests(self, job: Job) -> bool:
+        return job.state == "dead" or job.run_at > time.time() + self._SECONDS
 
-    def _adopt(self, parcels: list[_Parcel]) -> None:
-        while parcels:
+    def _make_due(self, jobs: list[Job], there: dict[str, int]) -> None:
+        """Make the copies what the jobs were; those that another move wrote are
+        looked up, and once more."""
+        while jobs:
+            changes = [self._as_it_was(job, there[job.id], "pending") for job in jobs]
+            made = self._there.change(changes)
+            jobs = [job for job, done in zip(jobs, made) if not done]
+            found = [(job, self._there.find(job.id)) for job in jobs]
+            left = [(j, copy) for j, copy in found if copy and _is_copy(copy, j)]
+            jobs = [job for job, copy in left if not copy.token]
+            there = {copy.id: copy._rev for _, copy in left}
+
+    def _put(self, jobs: list[Job], state: str) -> dict[str, int]:
+        """Copy jobs; return the copies' revs, 0 (no rev) for one found there."""
+        there: dict[str, int] = {}
+        new = {job.id: self._copy(job, state) for job in jobs}
+        while new:
             try:
-                self._there.adopt(parcels, self._SECONDS)
-                break
-            except DuplicateJobError as exc:
-                self.kept += [parcel for parcel in parcels if parcel.id == exc.id]
-                parcels = [parcel for parcel in parcels if parcel.id != exc.id]
-        self._drop(parcels)
+                copies = self._there.put([*new.values()], False)
+                return {**there, **{copy.id: copy._rev for copy in copies}}
+            except DuplicateJobError:
+                for job in [job for job in jobs if job.id in new]:
+                    found = self._there.find(job.id)
+                    if found and not _is_copy(found, job):
+                        self.kept.add(job.id)
+                    elif found and (found.token or self._touch(found)):
+                        there[job.id] = 0
+                    else:
+                        continue  # it changed at this moment: try again
+                    del new[job.id]
+        return there
 
-    def _drop(self, parcels: list[_Parcel]) -> None:
-        lost = self._here.drop(parcels) if parcels else set()
-        if lost:
-            self._there.drop([parcel for parcel in parcels if parcel.id in lost])
-        self._finish([parcel for parcel in parcels if parcel.id not in lost])
+    def _touch(self, copy: Job) -> bool:
+        """Write a copy as it is, so that no other move drops it any more."""
+        change = self._as_it_was(copy, copy._rev, copy.state)
+        return self._there.change([change])[0]
 
-    def _finish(self, parcels: list[_Parcel]) -> None:
-        if parcels:
-            self._there.let_go(parcels)
-        for parcel in parcels:
-            self.moved[parcel.state] += 1
+    def _as_it_was(self, job: Job, fence: str | int | None, state: str) -> _Change:
+        return _Change.of(job, fence, state)._replace(at=job.run_at)
+
+    def _copy(self, job: Job, state: str) -> _New:
+        delay, at = (self._SECONDS, None) if job.token else (0.0, job.run_at)
+        new = job.id, job.payload, _encode(job.payload), job.priority
+        was = state, job.attempts, job._crashes, job.created_at
+        leased_at = None if job.token else job.leased_at
+        return _New(*new, delay, at, job._limit, *was, leased_at, job.last_error)
+
+
+def _is_copy(found: Job, job: Job) -> bool:
+    return (found.created_at, found.payload) == (job.created_at, job.payload)
 
 
 def _cmd_compact(args: argparse.Namespace, out: _Out) -> int:
@@ -9262,6 +7925,13 @@ class _Supervisor:
         if state != _TIMED_OUT and self._is_wanted(worker):
             how = f"exit status {status}" if status >= 0 else f"signal {-status}"
             self._pause(worker, f"worker {pid} ended with {how}")
+
+
+def _restore_signals(previous: dict[int, Any]) -> None:
+    import signal
+
+    for number, handler in previous.items():
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _work(args: argparse.Namespace, process: _WorkerProcess, stop_end: int) -> int:
