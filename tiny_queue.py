@@ -6795,9 +6795,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args, out)
         out.flush()  # here, where its error is still ours to report
         return status
-    except BrokenPipeError:
-        _abandon_output()
-        return _OK  # the reader has had enough
+    except BrokenPipeError:  # the reader has had enough
+        # The interpreter's own flush at exit is to meet no closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _OK
     except KeyboardInterrupt:
         return 130
     except (QueueError, ValueError, OSError) as exc:
@@ -6805,13 +6806,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(exc, JobNotFoundError):
             return _NOTHING
         return _USAGE if isinstance(exc, ValueError) else _REFUSED
-
-
-def _abandon_output() -> None:
-    """Let the interpreter's own flush at exit meet no closed pipe."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
 
 
 # Arguments of the command line
