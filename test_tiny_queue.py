@@ -11087,8 +11087,9 @@ class TopTest(CommandLineCase):
 
     def test_a_small_terminal_is_not_overrun(self):
         """No more lines than rows; the terminal cuts what is too long."""
-        ((*lines,),) = self.watch(COLUMNS="30", LINES="5")
-        self.assertEqual(len(lines), 4)
+        for rows, lines in ((5, 4), (1, 1)):
+            (frame,) = self.watch(COLUMNS="30", LINES=str(rows))
+            self.assertEqual(len(frame), lines)
 
     def test_rates_are_of_the_last_ten_seconds(self):
         """What changed before them does not count."""
@@ -11116,7 +11117,8 @@ class TopTest(CommandLineCase):
             (break_the_queue, 1),
         ):
             self.queue().put(1)
-            terminal = self.terminal("top", "jobs", "--interval", "0.1")
+            words = ("top", "jobs", "--interval", "0.1")
+            terminal = self.terminal(*words, COLUMNS="100", LINES="30")
             before = terminal.modes()
             terminal.read_until("next due")
             terminal.type("x")  # which means nothing

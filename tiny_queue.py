@@ -7694,7 +7694,8 @@ def _cmd_top(args: argparse.Namespace, out: _Out) -> int:
         keys = _take_screen(stack)
         while True:
             columns, rows = shutil.get_terminal_size()
-            shown = itertools.islice(_top_lines(queue, seen, columns, rows), rows - 1)
+            rows = max(1, rows - 1)  # a serial line's terminal may say that it has 0
+            shown = itertools.islice(_top_lines(queue, seen, columns, rows), rows)
             lines = "".join(f"{out.paint(text, code)}\x1b[K\n" for code, text in shown)
             # Written over what is there, not cleared first: no flicker.
             print(f"\x1b[H{lines}\x1b[J", end="", flush=True)
