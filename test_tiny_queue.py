@@ -15108,7 +15108,7 @@ class Interrupter:
 
     def __init__(self, filename, at, error):
         self.filename, self.left, self.error = filename, at, error
-        self.where = None
+        self.where, self.lines = None, []
 
     def __call__(self, frame, event, arg):
         return self.line if frame.f_code.co_filename == self.filename else None
@@ -15116,6 +15116,7 @@ class Interrupter:
     def line(self, frame, event, arg):
         if event == "line":
             self.left -= 1
+            self.lines.append(frame.f_lineno)
             if self.left == 0:
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
                 raise self.error
@@ -15160,6 +15161,8 @@ class InterruptTest(CrashCase):
         """The world of a script that was interrupted at its n-th line, and where."""
         before, _, after = SCRIPTS[name].rpartition("|")
         world, trace = World().run(f"{before} |"), Interrupter(tq.__file__, at, error)
+        while len(COPIES) < 2:  # so that no module is loaded meanwhile
+            COPIES.append(load_copy())
         for statement in map(str.strip, after.split(";")):
             if not trace.run(world.call, statement):
                 break
@@ -15167,13 +15170,17 @@ class InterruptTest(CrashCase):
         return world, trace, statement
 
     def cases(self):
+        """Each line when it is first run; with TQ_DEEP=1 whenever it is."""
+        seen = set()
         for name in self.SCRIPTS:
             world, trace, _ = self.interrupted(name, -1, KeyboardInterrupt())
             world.end()
-            for at in thinned(range(1, -trace.left), 27):
-                both = KeyboardInterrupt, MemoryError
-                for error in both if DEEP else [both[at % 4 == 1]]:
-                    yield name, at, error
+            both = KeyboardInterrupt, MemoryError
+            for at, line in enumerate(trace.lines, 1):
+                if DEEP or line not in seen:
+                    for error in both if DEEP else [both[at % 4 == 1]]:
+                        yield name, at, error
+                seen.add(line)
 
     def check(self, case):
         name, at, error = case
