@@ -5188,6 +5188,23 @@ def _ident_of(path: str) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
+def _file_system(folder: str) -> str:
+    """Type of the innermost mount that a directory is in."""
+    import pathlib
+
+    path, mount, found = os.path.realpath(folder), "", "unknown"
+    try:
+        table = pathlib.Path("/proc/self/mounts").read_text()
+    except OSError:
+        return found  # not Linux
+    for line in table.splitlines():
+        _, place, kind = line.split()[:3]
+        inside = f"{path}/".startswith(f"{place.rstrip('/')}/")
+        if inside and len(place) >= len(mount):  # of two at one place the later
+            mount, found = place, kind
+    return found
+
+
 class _SqliteLock(_FileLock):
     """Carries the holders' proofs of life, beside the database.
 
@@ -8100,23 +8117,6 @@ def _log_to_stderr() -> None:
     stream = logging.StreamHandler()
     stream.setFormatter(Plain("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[stream])
-
-
-def _file_system(folder: str) -> str:
-    """Type of the innermost mount that a directory is in."""
-    import pathlib
-
-    path, mount, found = os.path.realpath(folder), "", "unknown"
-    try:
-        table = pathlib.Path("/proc/self/mounts").read_text()
-    except OSError:
-        return found  # not Linux
-    for line in table.splitlines():
-        _, place, kind = line.split()[:3]
-        inside = f"{path}/".startswith(f"{place.rstrip('/')}/")
-        if inside and len(place) >= len(mount):  # of two at one place the later
-            mount, found = place, kind
-    return found
 
 
 if __name__ == "__main__":
