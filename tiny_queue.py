@@ -427,7 +427,7 @@ class Queue:
         self.path = self._engine.path
         self._looked = -math.inf  # when leases were last looked at
         self._orphans: collections.deque[_Expired] = collections.deque()
-        self._options = {
+        self._options: dict[str, Any] = {
             "max_retries": self.max_retries,
             "backoff": backoff,
             "lease_timeout": self.lease_timeout,
@@ -461,8 +461,10 @@ class Queue:
         is part of its open transaction: there when that commits.
         """
         _joins(self._engine, connection)
+        if exist_ok and id is None:
+            raise ValueError("exist_ok: needs an id, by which the job is known")
         new = _New(
-            _put_id(id, exist_ok),
+            None if id is None else _job_id(id),
             payload,
             _encode(payload),
             _integer("priority", priority, -_MAX_PRIORITY - 1, _MAX_PRIORITY),
@@ -505,11 +507,6 @@ class Queue:
         by default) and ends at once when this process dies.
         """
         jobs = self._get(1, timeout, lease_timeout)
-        return jobs[0] if jobs else None
-
-    def _get_detached(self, timeout: float, lease_timeout: float | None) -> Job | None:
-        """A job for a process that ends before it (a shell script's `get`)."""
-        jobs = self._get(1, timeout, lease_timeout, held=False)
         return jobs[0] if jobs else None
 
     def get_many(self, n: int, timeout: float | None = 0.0) -> list[Job]:
@@ -646,7 +643,7 @@ class Queue:
         """
         _leased(job)
         _joins(self._engine, connection)
-        if not _is_success(success):
+        if not _typed("success", success, bool):  # easily an error, in its place
             change = self._failed(job, _error_text(error), delay)
         elif error is not None or delay is not None:
             raise ValueError("error, delay: only a failure takes them")
@@ -830,7 +827,8 @@ class Queue:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_queue, (self._engine.source, self.name, self._options)
+        make = functools.partial(Queue, **self._options)
+        return make, (self._engine.source, self.name)
 
     def __repr__(self) -> str:
         return f"Queue({self.path!r}, {self.name!r})"
@@ -858,10 +856,6 @@ def _replayed(job: Job) -> _Change:
     return _Change(job.id, job._rev, "pending", error=job.last_error)
 
 
-def _make_queue(path: str, name: str, options: dict[str, Any]) -> Queue:
-    return Queue(path, name, **options)
-
-
 # Arguments: each check returns the clean value or raises, before any writing
 # -----------------------------------------------------------------------------
 
@@ -870,9 +864,14 @@ _RESERVED = re.compile(r"(?i)con|prn|aux|nul|com\d|lpt\d")  # devices on Windows
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
+def _typed(what: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what}: must be {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
 def _queue_name(name: str) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"name: must be str, not {type(name).__name__}")
+    _typed("name", name, str)
     if not _NAME.fullmatch(name) or _RESERVED.fullmatch(name):
         raise ValueError(
             f"name: {name!r} cannot name a queue; use 1 to 64 of A-Z a-z 0-9 _ -"
@@ -881,21 +880,12 @@ def _queue_name(name: str) -> str:
 
 
 def _job_id(id: str) -> str:
-    if not isinstance(id, str):
-        raise TypeError(f"id: must be str, not {type(id).__name__}")
+    _typed("id", id, str)
     if not 0 < len(id) <= _MAX_ID or _CONTROL.search(id):
         raise ValueError(
             f"id: {id[:300]!r} must have 1 to {_MAX_ID} characters, no control ones"
         )
     return str.__str__(id)
-
-
-def _put_id(id: str | None, exist_ok: bool) -> str | None:
-    if id is not None:
-        return _job_id(id)
-    if exist_ok:
-        raise ValueError("exist_ok: needs an id, by which the job is known")
-    return None
 
 
 def _number(what: str, value: float, low: float, high: float) -> float:
@@ -966,26 +956,15 @@ def _joins(engine: _Engine, connection: Any) -> None:
 
 
 def _state(state: str) -> str:
-    if not isinstance(state, str):
-        raise TypeError(f"state: must be str, not {type(state).__name__}")
-    if state not in ("pending", "inflight", "dead"):
+    if _typed("state", state, str) not in ("pending", "inflight", "dead"):
         raise ValueError(f"state: {state!r} is not pending, inflight or dead")
     return state
 
 
 def _leased(job: Job) -> Job:
-    if not isinstance(job, Job):
-        raise TypeError(f"job: must be a Job, not {type(job).__name__}")
-    if job.token is None:
+    if _typed("job", job, Job).token is None:
         raise ValueError(f"job {job.id!r} is {job.state}, not leased; get() leases")
     return job
-
-
-def _is_success(success: bool) -> bool:
-    if isinstance(success, bool):
-        return success
-    # It is easily an error, in the place of success.
-    raise TypeError(f"success: must be a bool, not {type(success).__name__}")
 
 
 def _error_text(error: object) -> str | None:
@@ -1128,11 +1107,9 @@ class Worker:
         stop_when_empty: bool = False,
         handle_signals: bool = True,
     ) -> None:
-        if not isinstance(queue, Queue):
-            raise TypeError(f"queue: must be a Queue, not {type(queue).__name__}")
         if not callable(handler):
             raise TypeError(f"handler: must be callable, not {type(handler).__name__}")
-        self.queue = queue
+        self.queue: Queue = _typed("queue", queue, Queue)
         self.handler = handler
         self.poll_interval = _number("poll_interval", poll_interval, 1e-3, _MAX_SECONDS)
         self.concurrency = _integer("concurrency", concurrency, 1, 10_000)
@@ -2952,18 +2929,13 @@ def _fill(fields: dict[str, Any]) -> None:
         fields.setdefault(name, value)
 
 
-def _check_text(what: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{what}: must be str, not {type(value).__name__}")
-
-
 _CHECKS: tuple[tuple[Any, ...], ...] = (
     ("rev", _integer, 1, _MAX_REV),
     ("attempts max_retries holder lapses", _integer, 0, 2**53),
     ("priority", _integer, -_MAX_PRIORITY - 1, _MAX_PRIORITY),
     ("created_at clock leased_at renewed_at", _number, 0, _MAX_SECONDS),
     ("run_at lease_until", _number, 0, 2 * _MAX_SECONDS),
-    ("token last_error", _check_text),
+    ("token last_error", _typed, str),
 )
 _DEFAULTS = [("rev", 1)] + [
     (name, 0) for name in ("attempts", "priority", "run_at", "created_at")
@@ -7284,14 +7256,15 @@ def _parse_line(line: bytes, number: int, as_text: bool) -> list[Any]:
 def _cmd_get(args: argparse.Namespace, out: _Out) -> int:
     # Waiting for the first job is no mistake; not finding a queue at once is.
     with _open_queue(args) if args.timeout else _find_queue(args) as queue:
-        job = queue._get_detached(args.timeout, args.lease)
-        if job is None:
+        # The lease is for a process that ends before the job: a shell script.
+        jobs = queue._get(1, args.timeout, args.lease, held=False)
+        if not jobs:
             return _NOTHING
         try:
-            out.json(_job_dict(job))
+            out.json(_job_dict(jobs[0]))
             out.flush()
         except BaseException:  # nobody has seen it: it must not wait for its lease
-            queue.release(job)
+            queue.release(jobs[0])
             raise
     return _OK
 
