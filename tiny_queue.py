@@ -1894,10 +1894,10 @@ class _FileEngine(_Engine):
                 entered = True
                 return body(*args)
             finally:
-                if entered and self._store.sick:
+                if entered and self._store.failed_inodes:
                     self._heal()
                 if _WINDOWS:
-                    self._store.let_go()
+                    self._store.close_files()
                 lock.release()
         except OSError as exc:
             raise self._refused(exc) from exc
@@ -1966,11 +1966,11 @@ class _FileEngine(_Engine):
                 if done:
                     self._compact_beyond(self._compact_above)
                 index.dirty = False
-                index.careful = index.careful and not done
+                index.doubts_checksums = index.doubts_checksums and not done
                 return done, result
             except _StaleError:  # the files are not what the index remembers
                 index.discard()
-                index.careful = True
+                index.doubts_checksums = True
         raise QueueError(
             f"queue {self.path!r}: its files change without the lock; only append to"
             " them under a flock on NAME.lock",
@@ -2109,7 +2109,7 @@ class _FileEngine(_Engine):
         try:
             store.append(data, block, spare)
         except OSError:
-            index.burn(lines)
+            index.use_up(lines)
             raise
         ticket = store.ticket(data, lines) if durable else None
         if index.loaded and index.read[file] == place:
@@ -2118,28 +2118,24 @@ class _FileEngine(_Engine):
 
     def _record(self, key: bytes, entry: int) -> _Record:
         """Read a job's line again; it must still be what the index says."""
-        data = self._store.files[_FILE_OF[entry & 7]]
-        record = _read_record(data.bytes_at(entry >> 64, (entry >> 32 & _MASK) - 1))
-        if record.key != key or record.rev != entry >> 3 & _REV_MASK:
+        place, length, rev, state = _unpack(entry)
+        data = self._store.files[_FILE_OF[state]]
+        record = _read_record(data.bytes_at(place, length - 1))
+        if record.key != key or record.rev != rev:
             raise _StaleError
         return record
 
     def _job(self, record: _Record, state: str, holder: _Holder | None = None) -> Job:
         get, inflight = record.fields.get, state == "inflight"
         retries = get("max_retries")
-        try:
-            created_at = float(record.fields["created_at"])
-            run_at = float(record.fields["run_at"])
-        except (TypeError, ValueError) as exc:
-            raise _StaleError from exc  # sealed nonsense: looked at more closely
         job = _JobFields(
             record.fields["id"],
             record.fields["payload"],
             state,
             record.fields["attempts"],
             record.fields["priority"],
-            created_at,
-            run_at,
+            float(record.fields["created_at"]),
+            float(record.fields["run_at"]),
             None if state == "pending" else get("leased_at"),
             get("lease_until") if inflight else None,
             get("last_error"),
@@ -2198,9 +2194,10 @@ class _FileEngine(_Engine):
         for item in new:
             key = _key(item.id or "")
             entry = index.entries.get(key, _DONE)
-            if entry & 7 != _DONE:
+            *_, state = _unpack(entry)
+            if state != _DONE:
                 # The answer rests on somebody's record: that is synced (I5).
-                file = _FILE_OF[entry & 7]
+                file = _FILE_OF[state]
                 job = self._job(self._record(key, entry), _NAME_OF[file])
                 return job, store.ticket(store.files[file], ())
             revs.append(index.next_rev(key))
@@ -2267,14 +2264,14 @@ class _FileEngine(_Engine):
         above: int = _LOWEST,
         changes: Sequence[_Change] = (),
     ) -> _Taken:
-        news = self._watch.news
+        events = self._watch.events
         made, jobs, due, tickets = self._transact(
             self._take, n, seconds, held, above, changes
         )
         self._commit(tickets)
         if jobs:
             self._lost_races = 0, -math.inf
-        return _Taken(made, jobs, (news, due))
+        return _Taken(made, jobs, (events, due))
 
     def _take(
         self,
@@ -2287,7 +2284,7 @@ class _FileEngine(_Engine):
         """The tombstones and the leases are one write; of what was changed
         nothing is leased yet, so that all is read before anything is written."""
         index = self._index
-        index.ripen(time.time())
+        index.promote(time.time())
         jobs, leases = self._lease_next(n, seconds, held, above)
         lines, made = self._lines(changes)
         tickets = [self._append(file, lines[file]) for file in (0, 2) if lines[file]]
@@ -2347,8 +2344,8 @@ class _FileEngine(_Engine):
         entry = self._index.entries.get(record.key)
         if entry is None:
             raise _StaleError  # each line that was read has an entry
-        here = entry >> 64 == place and entry & 7 == _PENDING
-        return record if here else None
+        found, _, _, state = _unpack(entry)
+        return record if found == place and state == _PENDING else None
 
     def _lease(
         self, record: _Record, change: _Change, holder: _Holder | None
@@ -2359,7 +2356,12 @@ class _FileEngine(_Engine):
             fields.get("leased_at") if change.attempts == fields["attempts"] else None
         )
         number = holder.number if holder else 0
-        stamp = _stamp(token, number, time.monotonic(), now, change.seconds, begun)
+        renewed = "" if begun is None else f'"renewed_at":{now},'
+        leased_at = now if begun is None else begun
+        stamp = (
+            f'"token":"{token}","holder":{number},"clock":{time.monotonic()},'
+            f'"leased_at":{leased_at},{renewed}"lease_until":{now + change.seconds},'
+        )
         rev = self._index.next_rev(record.key)
         line = record.change(_INFLIGHT, rev, fields["run_at"], stamp, change)
         fields.update(
@@ -2367,7 +2369,7 @@ class _FileEngine(_Engine):
             lapses=change.crashes,
             last_error=change.error,
             token=token,
-            leased_at=now if begun is None else begun,
+            leased_at=leased_at,
             lease_until=now + change.seconds,
         )
         return self._job(record._replace(rev=rev), "inflight", holder), line
@@ -2407,11 +2409,11 @@ class _FileEngine(_Engine):
     def _fenced(self, key: bytes, fence: str | int | None) -> int | None:
         """A live job's entry, if its lease's token (I6) or its rev is the fence."""
         entry = self._index.entries.get(key, _DONE)
-        state = entry & 7
+        _, _, rev, state = _unpack(entry)
         if state == _DONE or fence is None:
             return None if state == _DONE else entry
         if isinstance(fence, int):
-            return entry if entry >> 3 & _REV_MASK == fence else None
+            return entry if rev == fence else None
         if state != _INFLIGHT:
             return None
         token = self._index.tokens.get(key)
@@ -2479,13 +2481,13 @@ class _FileEngine(_Engine):
     def _leases(self) -> Iterable[_Lease]:
         """All leases; those not seen before are read from the file."""
         index = self._index
-        for key in index.unlooked:
+        for key in index.unread_leases:
             entry = index.entries.get(key, _DONE)
-            if entry & 7 == _INFLIGHT:
+            if _unpack(entry)[3] == _INFLIGHT:
                 index.leases[key] = _Lease.of(
                     self._record(key, entry), self._max_retries
                 )
-        index.unlooked.clear()
+        index.unread_leases.clear()
         return list(index.leases.values())
 
     def expired(self, older_than: float) -> list[_Expired]:
@@ -2538,8 +2540,8 @@ class _FileEngine(_Engine):
 
     def _reread(self, inode: _Inode, state: str, entry: int) -> Job:
         try:
-            line = inode.read(entry >> 64, (entry >> 32 & _MASK) - 1)
-            return self._job(_read_record(line), state)
+            place, length, *_ = _unpack(entry)
+            return self._job(_read_record(inode.read(place, length - 1)), state)
         except _StaleError:
             raise QueueError(
                 f"queue {self.path!r}: a file was changed in place while jobs() read"
@@ -2555,9 +2557,10 @@ class _FileEngine(_Engine):
     def _find(self, id: str) -> Job | None:
         key = _key(id)
         entry = self._index.entries.get(key, _DONE)
-        if entry & 7 == _DONE:
+        *_, state = _unpack(entry)
+        if state == _DONE:
             return None
-        return self._job(self._record(key, entry), _NAME_OF[_FILE_OF[entry & 7]])
+        return self._job(self._record(key, entry), _NAME_OF[_FILE_OF[state]])
 
     def names(self) -> list[str] | None:
         try:
@@ -2573,7 +2576,7 @@ class _FileEngine(_Engine):
 
     def _counts(self) -> Stats:
         index, store = self._index, self._store
-        index.ripen(time.time())
+        index.promote(time.time())
         counts = index.counts
         return Stats(
             counts[_PENDING] + counts[_DELAYED],
@@ -2603,9 +2606,9 @@ class _FileEngine(_Engine):
     # Waiting, verifying, closing
 
     def wait(self, seen: object, seconds: float) -> None:
-        news, due = cast("tuple[int, float]", seen or (self._watch.news, math.inf))
+        events, due = cast("tuple[int, float]", seen or (self._watch.events, math.inf))
         seconds = min(seconds, max(0.0, due - time.time()))
-        self._watch.wait(news, self._store.files[0], seconds)
+        self._watch.wait(events, self._store.files[0], seconds)
         self._pause_after_lost_races()
 
     def _pause_after_lost_races(self) -> None:
@@ -2620,15 +2623,17 @@ class _FileEngine(_Engine):
         self._lost_races = losses, time.monotonic()
 
     def verify(self) -> list[Damage]:
-        files = self._locked(self._store.glimpse, write=False)
+        files = self._locked(self._store.files_as_found, write=False)
         found = []
         for name, inode, size in files:
+            kept = "set aside: " if name.endswith(".damaged") else ""
+            sound = kept and "sound by itself, of an unfinished write"
             number = 0
             try:
                 for number, line in enumerate(inode.all_lines(size), 1):
-                    reason = _flaw(line, kept=name.endswith(".damaged"))
+                    reason = _flaw(line) or sound
                     if reason:
-                        found.append(Damage(name, number, reason))
+                        found.append(Damage(name, number, kept + reason))
             except _StaleError:
                 found.append(Damage(name, number + 1, "shrank while it was read"))
         return found
@@ -2785,23 +2790,6 @@ class _Lease(NamedTuple):
         return "not renewed" if age >= older_than else ""
 
 
-def _stamp(
-    token: str,
-    holder: int,
-    clock: float,
-    now: float,
-    seconds: float,
-    leased_at: float | None = None,
-) -> str:
-    """The part of a line that makes it a lease."""
-    renewed = "" if leased_at is None else f'"renewed_at":{now},'
-    return (
-        f'"token":"{token}","holder":{holder},"clock":{clock},'
-        f'"leased_at":{now if leased_at is None else leased_at},{renewed}'
-        f'"lease_until":{now + seconds},'
-    )
-
-
 def _key(id: str) -> bytes:
     """An id as it stands in a line; the index knows it by that."""
     return _quote(id)[1:-1].encode()
@@ -2860,19 +2848,26 @@ def _own_record(line: bytes) -> _Record | None:
     head = _OWN.match(text)
     if head is None:
         return None
+    id, rev = head[1], int(head[2])
     try:
         fields, end = _scan(text, 0)
-    except (StopIteration, ValueError):
+        same = _quote(fields["id"])[1:-1] == id  # not there twice
+    except (StopIteration, TypeError, ValueError):
         return None
     except RecursionError:
         if _shallow(text, _MAX_DEPTH + 1):
             raise  # the caller's own stack is nearly full
         return None
-    id, rev = head[1], int(head[2])
-    whole = end == len(text) and "payload" in fields and rev <= _MAX_REV
-    if not whole or _quote(fields["id"])[1:-1] != id:
-        return None
-    return _Record(id.encode(), rev, fields, text[head.end() : -1])
+    if (
+        same
+        and end == len(text)
+        and rev <= _MAX_REV
+        and "payload" in fields
+        and isinstance(fields["run_at"], (int, float))
+        and isinstance(fields["created_at"], (int, float))
+    ):
+        return _Record(id.encode(), rev, fields, text[head.end() : -1])
+    return None
 
 
 def _any_record(line: bytes) -> _Record:
@@ -2942,16 +2937,14 @@ _DEFAULTS = [("rev", 1)] + [
 ]
 
 
-def _flaw(line: bytes, kept: bool = False) -> str:
+def _flaw(line: bytes) -> str:
     """What is wrong with a line of a file, or ""."""
     try:
-        if kept or line.strip(_BLANKS):
+        if line.strip(_BLANKS):
             _any_record(line)
     except _DamagedError as exc:
-        if kept:
-            return f"set aside: {exc}"
         return str(exc) if line.endswith(b"\n") else f"torn write: {exc}"
-    return "set aside; sound by itself, of an unfinished write" if kept else ""
+    return ""
 
 
 def _is_closed(line: bytes) -> bool:
@@ -3055,8 +3048,8 @@ class _Index:
     """What the three files say, as a cache that may be discarded any time."""
 
     def __init__(self) -> None:
-        self.burnt: dict[bytes, int] = {}
-        self.careful = False  # a checksum proved not to be enough
+        self.used_revs: dict[bytes, int] = {}
+        self.doubts_checksums = False  # a checksum proved not to be enough
         self.discard()
         self.dirty = False
 
@@ -3078,7 +3071,7 @@ class _Index:
         self.due: dict[bytes, float] = {}  # since when: those that were delayed
         self.tokens: dict[bytes, str] = {}  # of leases given by this object
         self.leases: dict[bytes, _Lease] = {}
-        self.unlooked: list[bytes] = []  # inflight, not yet in leases
+        self.unread_leases: list[bytes] = []  # inflight, not yet in leases
         self.damage: list[tuple[int, int, int]] = []  # file, place, length
 
     @property
@@ -3093,20 +3086,20 @@ class _Index:
     def next_rev(self, key: bytes) -> int:
         """A rev never used before (I3)."""
         rev = _rev_of(self.entries.get(key, 0))
-        return max(rev, self.burnt.get(key, 0)) + 1
+        return max(rev, self.used_revs.get(key, 0)) + 1
 
-    def burn(self, changes: Sequence[_Line]) -> None:
+    def use_up(self, changes: Sequence[_Line]) -> None:
         """A failed write may come back in part: its revs are used up."""
         if self.loaded:  # else only generated ids, which are never put again
             for change in changes:
-                self.burnt[change.key] = self.next_rev(change.key)
+                self.used_revs[change.key] = self.next_rev(change.key)
 
     # Reading
 
     def load(self, file: int, block: bytes, now: float) -> None:
         """Index whole lines that follow what was read of a file."""
         lines = block[:-1].split(b"\n")
-        if file == 0 and not self.careful:
+        if file == 0 and not self.doubts_checksums:
             self._load_pending(lines, now)
         else:
             place = self.read[file]
@@ -3141,7 +3134,7 @@ class _Index:
         self.live_of[0] += size
 
     def _load_line(self, file: int, line: bytes, place: int, now: float) -> None:
-        top = None if self.careful else _TOP.match(line)
+        top = None if self.doubts_checksums else _TOP.match(line)
         if top and int(top[2]) <= _MAX_REV and _body(line) is not None:
             key, rev = top[1], int(top[2])
             priority, run_at = int(top[3] or 0), float(top[4] or 0)
@@ -3209,7 +3202,7 @@ class _Index:
         elif state == _DELAYED:
             heapq.heappush(self.delayed, (run_at, place, priority, key))
         elif state == _INFLIGHT:
-            self.unlooked.append(key)
+            self.unread_leases.append(key)
 
     # Asking
 
@@ -3229,7 +3222,7 @@ class _Index:
             del self.orders[-heapq.heappop(self._ranks)]
         return None
 
-    def ripen(self, now: float) -> None:
+    def promote(self, now: float) -> None:
         """Let delayed jobs that are due join the others by their place."""
         while self.next_due() <= now:
             run_at, place, priority, key = heapq.heappop(self.delayed)
@@ -3323,7 +3316,7 @@ class _Index:
         live = [item for item in self.entries.items() if item[1] & 7 != _DONE]
         self.entries = dict(live)
         self.counts[_DONE] = 0
-        self.burnt.clear()
+        self.used_revs.clear()
 
 
 def _adjacent(entries: list[int]) -> Iterator[list[int]]:
@@ -3441,8 +3434,8 @@ class _Inode:
         self.path = path
         self.ident = _ident(os.fstat(self.file.fd))
         self.checked = False  # whether the last write's lines were counted
-        self.unended = -1  # where a newline is missing that may not be written
-        self.named = False  # whether the name is durable
+        self.unterminated = -1  # where a newline is missing that may not be written
+        self.name_durable = False
         self.lock = threading.RLock()
         self.syncing = threading.RLock()
         self.issued = self.synced = 0  # numbers of tickets
@@ -3451,7 +3444,7 @@ class _Inode:
 
     @property
     def fd(self) -> int:
-        """Opened anew where Windows made us close it (see _Store.let_go)."""
+        """Opened anew where Windows made us close it (see _Store.close_files)."""
         if self.file.fd < 0:
             self.file = self._again()
         return self.file.fd
@@ -3486,7 +3479,7 @@ class _Inode:
 
     def _some(self, place: int, length: int) -> bytes:
         block = _pread(self.fd, length, place)
-        missing = len(block) < length and place + len(block) == self.unended
+        missing = len(block) < length and place + len(block) == self.unterminated
         return block + b"\n" if missing else block
 
     def line(self, place: int) -> bytes:
@@ -3586,7 +3579,7 @@ class _Data:
         self.temp = path + ".tmp"
         self.inode: _Inode | None = None
         self.size = 0
-        self.decided = -1  # the size up to which the tail is decided
+        self.decided_size = -1  # the size up to which the tail is decided
 
     def bytes_at(self, place: int, length: int) -> bytes:
         return cast(_Inode, self.inode).read(place, length)
@@ -3619,12 +3612,12 @@ class _Store:
             _Data(file, f"{base}.{state}.jsonl") for file, state in enumerate(_NAME_OF)
         ]
         self.readonly = False
-        self._swept: object = None
+        self._cleaned_for: object = None
         self._reachable = False
-        self.sick: list[_Inode] = []
-        self._void: set[bytes] = set()
+        self.failed_inodes: list[_Inode] = []
+        self._failed_lines: set[bytes] = set()
         self._damage_seen = (-1, 0)
-        self._kept_in_doubt = False
+        self._damaged_in_doubt = False
 
     def enter(self, write: bool) -> bool:
         """Begin an operation; True if the index must be discarded."""
@@ -3634,11 +3627,11 @@ class _Store:
             self.reset()
         if self._lock.readonly:
             self.readonly = True
-        elif self._swept != self._lock.ident:
+        elif self._cleaned_for != self._lock.ident:
             for data in [*self.files, _Data(-1, self.damaged)]:
                 _unlink(data.temp)
-            self._swept = self._lock.ident
-        if self.sick:
+            self._cleaned_for = self._lock.ident
+        if self.failed_inodes:
             self.rescue()
             return True
         return changed
@@ -3655,13 +3648,13 @@ class _Store:
         except FileNotFoundError:
             info = None
         if info is None or inode is None or _ident(info) != inode.ident:
-            data.inode, data.size, data.decided = self._open(data), 0, 0
+            data.inode, data.size, data.decided_size = self._open(data), 0, 0
             if data.inode is None:
                 return inode is not None
             inode, replaced = data.inode, True  # what was read before is void
             info = os.fstat(inode.fd)
         data.size = info.st_size
-        if data.size != data.decided or not inode.checked:
+        if data.size != data.decided_size or not inode.checked:
             replaced = self._decide_tail(data, inode) or replaced
         return replaced
 
@@ -3679,7 +3672,7 @@ class _Store:
         except FileNotFoundError:
             return None
 
-    def let_go(self) -> None:
+    def close_files(self) -> None:
         """Close the data files before the lock is released: on Windows an
         open file cannot be replaced by the next holder of the lock."""
         for data in self.files:
@@ -3696,19 +3689,19 @@ class _Store:
         cut off and kept in NAME.damaged.
         """
         size = data.size
-        data.decided = -1
-        good, unended = inode.sound_end(size)
+        data.decided_size = -1
+        good, unterminated = inode.sound_end(size)
         if self.readonly:
-            inode.unended = good if unended else -1
-            data.size = good + bool(unended)
-        elif unended:
+            inode.unterminated = good if unterminated else -1
+            data.size = good + bool(unterminated)
+        elif unterminated:
             self.append(data, b"\n", spare=True)
         elif good < size:
             self._keep(inode.read(good, size - good))
             os.ftruncate(inode.fd, good)
             data.size = good
         inode.checked = not self.readonly  # what is not cut is met again
-        data.decided = data.size
+        data.decided_size = data.size
         return good < size
 
     # Writing
@@ -3719,10 +3712,10 @@ class _Store:
         try:
             _write(fd, block)
         except OSError as exc:
-            data.decided = -1  # if cutting back fails too, the tail rule does it
+            data.decided_size = -1  # if cutting back fails too, the tail rule does it
             try:
                 os.ftruncate(fd, data.size)
-                data.decided = data.size
+                data.decided_size = data.size
             except OSError:
                 spare = False
             if not spare or exc.errno not in _FULL or not self._lock.spend_ballast():
@@ -3731,7 +3724,7 @@ class _Store:
             self.append(data, block, False)
             return
         data.size += len(block)
-        data.decided = data.size
+        data.decided_size = data.size
 
     def rewrite(self, data: _Data, blocks: Iterable[bytes]) -> bytes:
         """Replace a file's content: temp file, fsync, rename.
@@ -3755,7 +3748,7 @@ class _Store:
         except BaseException:
             _unlink(data.temp)
             raise
-        data.inode, data.size, data.decided = inode, size, size
+        data.inode, data.size, data.decided_size = inode, size, size
         return block[-32:]
 
     # Damage
@@ -3769,13 +3762,13 @@ class _Store:
         kept = _Data(-1, self.damaged)
         kept.inode = _Inode(self.damaged, _APPEND | os.O_CREAT)
         kept.size = kept.inode.size()
-        if self._kept_in_doubt:  # as for the data files (I9)
+        if self._damaged_in_doubt:  # as for the data files (I9)
             self.rewrite(kept, kept.inode.all_lines(kept.size))
-        self._kept_in_doubt = True
+        self._damaged_in_doubt = True
         self.append(kept, raw if raw.endswith(b"\n") else raw + b"\n", spare=True)
         _sync(kept.inode.fd)
         self.sync_directory()
-        self._kept_in_doubt = False
+        self._damaged_in_doubt = False
 
     def count_damage(self) -> int:
         """The lines of NAME.damaged."""
@@ -3828,12 +3821,12 @@ class _Store:
             target = inode.issued
             try:
                 inode.sync()
-                if not inode.named:
+                if not inode.name_durable:
                     self.sync_directory()
-                    inode.named = True
+                    inode.name_durable = True
             except OSError as exc:
                 inode.failed = True
-                self.sick.append(inode)
+                self.failed_inodes.append(inode)
                 _log().error("sync of queue %r failed: %s", self.path, exc)
                 return False
             if not inode.failed:  # by a signal handler's sync meanwhile
@@ -3860,7 +3853,7 @@ class _Store:
             _sync_path(self.path)
         except OSError:
             # A retry would say yes and mean nothing: copy everything (I9).
-            self.sick.extend(data.inode for data in self.files if data.inode)
+            self.failed_inodes.extend(data.inode for data in self.files if data.inode)
             raise
         if not self._reachable:
             _sync_ancestors(os.path.realpath(self.path))
@@ -3869,31 +3862,33 @@ class _Store:
     def rescue(self) -> None:
         """After a failed sync: copy every file whole to a new inode, less the
         lines of the failed operations (I9)."""
-        sick = list(self.sick)
-        for inode in sick:
+        failed = list(self.failed_inodes)
+        for inode in failed:
             with inode.lock:
                 if inode.failed:
                     for _, changes in inode.unsynced:
-                        self._void.update(_plain(change.line) for change in changes)
+                        self._failed_lines.update(
+                            _plain(change.line) for change in changes
+                        )
         for data in self.files:
             self.look(data)
             if data.inode is not None:
-                self.rewrite(data, self._all_but_void(data.inode, data.size))
+                self.rewrite(data, self._all_but_failed(data.inode, data.size))
         self.sync_directory()
         for data in self.files:
             if data.inode is not None:
-                data.inode.named = True
-        del self.sick[: len(sick)]
-        self._void.clear()
+                data.inode.name_durable = True
+        del self.failed_inodes[: len(failed)]
+        self._failed_lines.clear()
 
-    def _all_but_void(self, inode: _Inode, size: int) -> Iterator[bytes]:
+    def _all_but_failed(self, inode: _Inode, size: int) -> Iterator[bytes]:
         for line in map(_plain, inode.all_lines(size)):
-            if line not in self._void:
+            if line not in self._failed_lines:
                 yield line
 
     # Looking without touching
 
-    def glimpse(self) -> list[tuple[str, _Inode, int]]:
+    def files_as_found(self) -> list[tuple[str, _Inode, int]]:
         """The files as they stand, nothing repaired: name, inode, size."""
         found = []
         for path in [data.path for data in self.files] + [self.damaged]:
@@ -4267,32 +4262,34 @@ class _Watch:
     """Sleeps until the pending file changes; one for all threads of a Queue.
 
     One thread asks the kernel, the others wait on a condition, and one of
-    them takes over when it leaves.  `news` counts what was heard: a thread
+    them takes over when it leaves.  `events` counts the changes seen: a thread
     that saw nothing due at some count sleeps only while it is still that.
     Producers do nothing for this.
     """
 
     def __init__(self) -> None:
-        self.news = 0
+        self.events = 0
         self._cond = threading.Condition()
         self._asking = False
-        self._ear: _Ear | None = None
+        self._notifier: _Notifier | None = None
         self._ident: object = None
 
-    def wait(self, news: int, data: _Data, seconds: float) -> None:
+    def wait(self, events: int, data: _Data, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         with self._cond:
-            self._cond.wait_for(lambda: not self._asking or self.news != news, seconds)
-            if self._asking or self.news != news:
+            self._cond.wait_for(
+                lambda: not self._asking or self.events != events, seconds
+            )
+            if self._asking or self.events != events:
                 return
             self._asking = True
-        heard = False
+        changed = False
         try:
-            heard = self._listen(data, deadline - time.monotonic())
+            changed = self._listen(data, deadline - time.monotonic())
         finally:
             with self._cond:
                 self._asking = False
-                self.news += heard
+                self.events += changed
                 self._cond.notify_all()
 
     def _listen(self, data: _Data, seconds: float) -> bool:
@@ -4302,26 +4299,26 @@ class _Watch:
         if inode is None:
             time.sleep(min(max(seconds, 0.0), _POLL))
             return True
-        ear = self._ear = self._ear or _ear()
+        notifier = self._notifier = self._notifier or _new_notifier()
         if self._ident == inode.ident:
-            return ear.wait(max(0.0, seconds))
+            return notifier.wait(max(0.0, seconds))
         try:
-            ear.arm(data.path, inode)
+            notifier.arm(data.path, inode)
         except OSError:  # no watches left
-            self._ear = _Ear()
-            self._ear.arm(data.path, inode)
+            self._notifier = _Notifier()
+            self._notifier.arm(data.path, inode)
         self._ident = inode.ident
         return True
 
     def close(self) -> None:
         """Wake all; the descriptor closes when the last has left it."""
         with self._cond:
-            self._ear = None
-            self.news += 1
+            self._notifier = None
+            self.events += 1
             self._cond.notify_all()
 
 
-class _Ear:
+class _Notifier:
     """Polls a file's size and identity, where nothing better works."""
 
     def arm(self, path: str, inode: _Inode) -> None:
@@ -4348,7 +4345,7 @@ class _Ear:
         return _ident(info), info.st_size
 
 
-class _Inotify(_Ear):
+class _Inotify(_Notifier):
     """Linux.  The file is watched, not its directory, or each lease would
     wake everybody; ctypes, because os has no inotify."""
 
@@ -4383,7 +4380,7 @@ class _Inotify(_Ear):
         return True
 
 
-class _Kqueue(_Ear):
+class _Kqueue(_Notifier):
     """macOS and the BSDs; watches an open file, so it shares ours."""
 
     def __init__(self) -> None:
@@ -4407,7 +4404,7 @@ class _Kqueue(_Ear):
         return bool(self._kqueue.control([], 8, seconds))
 
 
-def _ear() -> _Ear:
+def _new_notifier() -> _Notifier:
     """The best way to hear of changes here; polling when there is none, or
     when the user has no more inotify instances left."""
     import select
@@ -4417,7 +4414,7 @@ def _ear() -> _Ear:
             return _Kqueue()
         return _Inotify()
     except (AttributeError, ImportError, OSError, TypeError):
-        return _Ear()
+        return _Notifier()
 
 
 # Databases: one engine, two dialects
@@ -5510,17 +5507,17 @@ class _SqliteEngine(_SqlEngine):
         above: int = _LOWEST,
         changes: Sequence[_Change] = (),
     ) -> _Taken:
-        news = self._watch.news
+        events = self._watch.events
         if self._idle and not changes:  # look first: a poll of an idle queue
             look = (math.inf, None)  # takes no lock for writing
             due, version = self._run(self._peek, above, write=False, nothing=look)
             if due > 0:
-                return _Taken([], [], (news, time.monotonic() + due, version))
+                return _Taken([], [], (events, time.monotonic() + due, version))
         made, jobs, due, version = self._run(
             self._take, n, seconds, held, above, changes, lazy=not changes
         )
         self._idle = not jobs
-        return _Taken(made, jobs, (news, time.monotonic() + due, version))
+        return _Taken(made, jobs, (events, time.monotonic() + due, version))
 
     def _peek(self, link: _SqlLink, above: int) -> tuple[float, object]:
         """In how many seconds a job is due, and the database's version."""
@@ -5637,10 +5634,10 @@ class _SqliteEngine(_SqlEngine):
 
     def wait(self, seen: object, seconds: float) -> None:
         if seen is None:
-            seen = self._watch.news, math.inf, self._version()
-        news, due, version = cast("tuple[int, float, object]", seen)
+            seen = self._watch.events, math.inf, self._version()
+        events, due, version = cast("tuple[int, float, object]", seen)
         seconds = min(seconds, max(0.0, due - time.monotonic()))
-        self._watch.wait(news, cast(Any, (f"{self._file}-wal", version)), seconds)
+        self._watch.wait(events, cast(Any, (f"{self._file}-wal", version)), seconds)
 
     def verify(self) -> list[Damage]:
         """What SQLite finds wrong; then payloads that are not JSON, by the
@@ -5717,35 +5714,35 @@ class _SqliteWatch(_Watch):
         if self._arm(log):
             self._lately = True
             return True
-        ear = self._ear
-        if ear is not None and not self._lately:
-            self._lately = ear.wait(max(0.0, seconds))
+        notifier = self._notifier
+        if notifier is not None and not self._lately:
+            self._lately = notifier.wait(max(0.0, seconds))
         while self._lately and self._version() == seen:
             left = deadline - time.monotonic()
             if left <= 0:
-                self._lately = ear is None
+                self._lately = notifier is None
                 return False
-            if ear is None or pause < 1e-3:
+            if notifier is None or pause < 1e-3:
                 time.sleep(min(pause, left, _POLL))
                 pause *= 1.5
             else:
-                pause = 1e-4 if ear.wait(min(pause, left)) else pause * 1.5
+                pause = 1e-4 if notifier.wait(min(pause, left)) else pause * 1.5
         return self._lately
 
     def _arm(self, log: str) -> bool:
-        """Listen to the log that is there now; whether that is news."""
+        """Listen to the log that is there now; whether that is a change."""
         try:
             ident = _ident_of(log)
         except OSError:
             ident = None
         if ident == self._ident:
             return False
-        self._ear, self._ident = None, ident
+        self._notifier, self._ident = None, ident
         try:
             if ident is not None:
-                ear = _Inotify()
-                ear.arm(log, cast(Any, None))
-                self._ear = ear
+                notifier = _Inotify()
+                notifier.arm(log, cast(Any, None))
+                self._notifier = notifier
         except (AttributeError, ImportError, OSError, TypeError):
             pass  # there is none here, or none left
         return True
@@ -6526,7 +6523,7 @@ class _PostgresEngine(_SqlEngine):
         """Changes that a take must see, or too many for one statement with it,
         are made before it in the same transaction."""
         call = self.fresh()
-        news = self._watch.news
+        events = self._watch.events
         session = self._holder(held)
         keys = {
             "n": n,
@@ -6558,7 +6555,7 @@ class _PostgresEngine(_SqlEngine):
         if jobs and session is not None and session is not self._session:
             # Lost meanwhile: these came too late to be renamed with the others.
             self._rename(session, [cast(str, job.token) for job in jobs])
-        return _Taken(made, jobs, (news, time.monotonic() + due))
+        return _Taken(made, jobs, (events, time.monotonic() + due))
 
     def _take(
         self, link: Any, changes: Sequence[_Change], keys: dict[str, Any], apart: bool
@@ -6666,11 +6663,11 @@ class _PostgresEngine(_SqlEngine):
     # Waiting, verifying, closing
 
     def wait(self, seen: object, seconds: float) -> None:
-        seen = seen or (self._watch.news, math.inf)
-        news, due = cast("tuple[int, float]", seen)
+        seen = seen or (self._watch.events, math.inf)
+        events, due = cast("tuple[int, float]", seen)
         seconds = min(seconds, max(0.0, due - time.monotonic()))
         if seconds > 0:
-            self._watch.wait(news, cast(Any, self._hear), seconds)
+            self._watch.wait(events, cast(Any, self._hear), seconds)
         else:
             time.sleep(1e-3)  # due, and another process is at it
 
@@ -6784,10 +6781,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args, out)
         out.flush()  # here, where its error is still ours to report
         return status
-    except BrokenPipeError:  # the reader has had enough
-        # The interpreter's own flush at exit is to meet no closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _OK
+    except BrokenPipeError:
+        _abandon_output()
+        return _OK  # the reader has had enough
     except KeyboardInterrupt:
         return 130
     except (QueueError, ValueError, OSError) as exc:
@@ -6795,6 +6791,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(exc, JobNotFoundError):
             return _NOTHING
         return _USAGE if isinstance(exc, ValueError) else _REFUSED
+
+
+def _abandon_output() -> None:
+    """Let the interpreter's own flush at exit meet no closed pipe."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 # Arguments of the command line
@@ -7684,8 +7687,7 @@ def _cmd_top(args: argparse.Namespace, out: _Out) -> int:
         keys = _take_screen(stack)
         while True:
             columns, rows = shutil.get_terminal_size()
-            rows = max(1, rows - 1)  # a serial line's terminal may say that it has 0
-            shown = itertools.islice(_top_lines(queue, seen, columns, rows), rows)
+            shown = itertools.islice(_top_lines(queue, seen, columns, rows), rows - 1)
             lines = "".join(f"{out.paint(text, code)}\x1b[K\n" for code, text in shown)
             # Written over what is there, not cleared first: no flicker.
             print(f"\x1b[H{lines}\x1b[J", end="", flush=True)
