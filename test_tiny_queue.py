@@ -11336,10 +11336,9 @@ class WorkTest(CommandLineCase):
         self.addCleanup(process.kill)
         return process
 
-    def work(self, *args, status=0, handler="handlers:handle"):
-        return self.command(
-            "work", "jobs", handler, "--stop-when-empty", *args, status=status
-        )
+    def work(self, *args, status=0, handler="handlers:handle", stdin=""):
+        words = ["work", "jobs", handler, "--stop-when-empty", *args]
+        return self.command(*words, status=status, stdin=stdin)
 
     def gone(self, pid):
         try:
@@ -11367,7 +11366,8 @@ class WorkTest(CommandLineCase):
         """A job that kills its process is delivered max_retries + 1 times; by
         `raise tq.Fail` one is dead at once; standard input is empty."""
         queue = self.put("kill", "fail", "stdin", *["ok"] * 5, max_retries=1)
-        _, err = self.work("--processes", "2")
+        _, err = self.work("--processes", "2", stdin="for nobody")
+        self.assertIn("read ''\n", pathlib.Path(self.folder, "notes").read_text())
         self.assertEqual(err.count("ended with signal 9; the next starts in"), 2)
         dead = {job.payload: (job.attempts, job.last_error) for job in queue.jobs()}
         self.assertIn("holder died", dead["kill"][1])
@@ -11391,6 +11391,17 @@ class WorkTest(CommandLineCase):
             self.assertIn("ran too long", err)
             self.assertNotIn("ended with", err)
             queue.purge("dead")
+
+    def test_a_signal_ends_a_worker_that_is_not_ready(self):
+        """It is the supervisor that counts signals, and pauses that grow."""
+        with open(os.path.join(self.folder, "slow.py"), "w") as file:
+            file.write("import os, time\ntime.sleep(os.kill(os.getpid(), 15) or 5)\n")
+        process = self.start("--processes", "2", handler="slow:f")
+        for pause in ("0.1", "0.2"):
+            said = process.stderr.readline()
+            self.assertIn(f"signal 15; the next starts in {pause} s", said)
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(process.wait(PATIENCE), 0)
 
     def test_a_handler_that_exits_is_told_of_and_restarted_in_growing_pauses(self):
         """It is no success, and --max-jobs is used up, by one job if need be."""
