@@ -4421,11 +4421,11 @@ def _new_notifier() -> _Notifier:
 # =============================================================================
 
 # One row is one live job, and a settled one is gone.  The two kinds of pending
-# are `ready` and `delayed`.  `place` is the order of all changes: jobs wait, are
-# leased and are dead in it, and each change of one but becoming due gives it the
-# last.  Words in capitals stand for what the dialects say differently (words):
-# NOW and CLOCK are their clocks, NEXT is the next place, and READY, DELAYED,
-# INFLIGHT and DEAD are the table by the index of that name.
+# are `ready` and `delayed`.  `place` is the order in which jobs wait and are dead:
+# a change of one gives it the last, but for a lease and for becoming due.  Words
+# in capitals stand for what the dialects say differently: NOW and CLOCK are their
+# clocks, NEXT is the next place, UNLOCKED a rev that no open transaction is about
+# to change, and READY, DELAYED, INFLIGHT, DEAD the table by the index of that name.
 _SQL_FORMAT = 2  # raised by any change to the tables
 _SQL_PAGE = 500  # jobs that a statement of records() reads
 _SQL_DUE = 1000  # delayed jobs that one statement makes ready
@@ -4459,19 +4459,19 @@ _SQL_TABLES = (
     )""",
     """CREATE UNIQUE INDEX  -- an id is taken until its job is settled
     IF NOT EXISTS tiny_queue_ids ON JOBS (queue, id)""",
-    """CREATE INDEX  -- the order of delivery
-    IF NOT EXISTS tiny_queue_ready ON JOBS (queue, priority DESC, place)
-    WHERE state = 'ready'""",
-    """CREATE INDEX  -- when the next one is due
-    IF NOT EXISTS tiny_queue_delayed ON JOBS (queue, run_at)
-    WHERE state = 'delayed'""",
-    """CREATE INDEX  -- the order of leases
-    IF NOT EXISTS tiny_queue_inflight ON JOBS (queue, place)
-    WHERE state = 'inflight'""",
-    """CREATE INDEX  -- the order of death
-    IF NOT EXISTS tiny_queue_dead ON JOBS (queue, place)
-    WHERE state = 'dead'""",
+    *(
+        f"""CREATE INDEX  -- in order, without the other states
+        IF NOT EXISTS tiny_queue_{state} ON JOBS (queue, {order})
+        WHERE state = '{state}'"""
+        for state, order in (
+            ("ready", "priority DESC, place"),
+            ("delayed", "run_at"),
+            ("inflight", "place"),
+            ("dead", "place"),
+        )
+    ),
 )
+_SQL_THERE = "SELECT THERE  -- looking creates nothing"
 _SQL_QUEUES = """SELECT  -- rows of another format are not touched
     name, FORMAT FROM QUEUES AS queue ORDER BY name"""
 _SQL_REGISTER = """INSERT  -- a drained queue is still there
@@ -4503,34 +4503,23 @@ _SQL_CHANGE = """UPDATE  -- the new state whole; a delivery begins when attempts
 _SQL_LEASE = _SQL_CHANGE.replace("place = NEXT, ", "")
 _SQL_DONE = """DELETE  -- a settled job leaves nothing
     FROM JOBS WHERE queue = :queue AND id = :id"""
-_SQL_CHANGES = {  # by the new state, and by what the caller knows of the job
-    (state, kind): text + fence
-    for state, text in (
-        ("done", _SQL_DONE),
-        ("inflight", _SQL_LEASE),
-        ("pending", _SQL_CHANGE),
-        ("dead", _SQL_CHANGE),
-    )
-    for kind, fence in (
-        (str, " AND token = :fence"),  # I6: the token alone
-        (int, " AND rev = UNLOCKED"),  # only if nobody was, or is about to be, faster
-        (type(None), ""),
-    )
+_SQL_FENCES: dict[type, str] = {  # by what the caller knows of the job
+    str: " AND token = :fence",  # I6: the token alone
+    int: " AND rev = UNLOCKED",  # only if nobody was, or is about to be, faster
+    type(None): "",
 }
 _SQL_FIND = f"""SELECT  -- whatever its state
     {_SQL_ROW} FROM JOBS WHERE queue = :queue AND id = :id"""
 _SQL_EXPIRED = """SELECT  -- a living holder's lease is judged by the steady clock
     id, rev, attempts, max_retries, crashes, priority, reason FROM (
-        SELECT id, rev, attempts, max_retries, crashes, priority, renewed_at, place,
-            CASE WHEN owner <> 0 AND owner NOT IN (LIVING) THEN 'holder died'
+        SELECT *, CASE WHEN owner <> 0 AND owner NOT IN (LIVING) THEN 'holder died'
             WHEN age >= lasts OR age < -1 THEN 'lease ran out'
             WHEN age >= :older_than THEN 'not renewed' END AS reason
         FROM (SELECT *, lease_until - renewed_at AS lasts,
             CASE WHEN owner = 0 THEN NOW - renewed_at ELSE CLOCK - clock END AS age
             FROM INFLIGHT WHERE OURS = :queue AND state = 'inflight') AS leased
     ) AS judged WHERE reason IS NOT NULL ORDER BY renewed_at, place"""
-_SQL_LAST = """SELECT  -- what comes later is not part of a snapshot
-    coalesce(LAST, 0), NOW"""
+_SQL_LAST = "SELECT coalesce(LAST, 0), NOW  -- what comes later is in no snapshot"
 _SQL_RECORDS = {  # by state: a part, in order
     state: f"""SELECT  -- what has changed since the snapshot is left out
     place, {_SQL_ROW} FROM {table} WHERE queue = :queue AND {states}
@@ -4554,27 +4543,24 @@ _SQL_COUNTS = """SELECT  -- in the order of Stats
     FROM JOBS WHERE queue = :queue"""
 
 
+@functools.lru_cache(None)
+def _sql_change(state: str, fence: Any) -> str:
+    text = {"done": _SQL_DONE, "inflight": _SQL_LEASE}.get(state, _SQL_CHANGE)
+    return text + _SQL_FENCES[fence]
+
+
 def _sql_of(change: _Change) -> str:
-    return _SQL_CHANGES[change.state, type(change.fence)]
+    return _sql_change(change.state, cast(Any, type(change.fence)))
 
 
-def _sql_fields(change: _Change, owner: int) -> dict[str, Any]:
+def _sql_keys(change: _Change, owner: int = 0) -> dict[str, Any]:
     """The parameters of its statement."""
     id, fence, state, seconds, at, attempts, crashes, error, token = change
-    if state == "done":
-        return {"id": _to_column(id), "fence": fence}
     return {
-        "id": _to_column(id),
-        "fence": fence,
-        "state": state,
-        "seconds": seconds,
-        "at": at,
-        "attempts": attempts,
-        "crashes": crashes,
-        "error": _to_column(error),
-        "token": token,
-        "owner": owner,
-    }
+        "id": _to_column(id), "fence": fence, "state": state, "seconds": seconds,
+        "at": at, "attempts": attempts, "crashes": crashes, "token": token,
+        "error": error and _to_column(error), "owner": owner,
+    }  # fmt: skip
 
 
 def _to_column(text: str | None) -> str | None:
@@ -4595,10 +4581,6 @@ def _from_column(text: str) -> str:
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _as_it_is(payload: Any) -> Any:
-    return payload
-
-
 def _payload_of(text: str) -> Any:
     """None for what somebody made no JSON by hand."""
     try:
@@ -4607,13 +4589,18 @@ def _payload_of(text: str) -> Any:
         return None
 
 
-class _AliveError(Exception):
-    """An id is alive, and ends the transaction that found it; the job is None
-    if it was settled meanwhile."""
+def _driver(name: str, cure: str) -> Any:
+    import importlib
 
-    def __init__(self, job: Job | None) -> None:
-        super().__init__()
-        self.job = job
+    try:
+        return importlib.import_module(name)
+    except ImportError as exc:
+        raise QueueError(f"this URL needs {cure} ({exc})") from exc
+
+
+class _AliveError(Exception):
+    """An id is alive, which ends the transaction; with the job, or None if it
+    was settled meanwhile."""
 
 
 class _UnreachableError(Exception):
@@ -4621,28 +4608,21 @@ class _UnreachableError(Exception):
 
 
 class _SqlLink:
-    """A connection's cursor, and what its next transaction is to know."""
+    """A connection's cursor, and what its transaction is to know."""
 
+    connection: Any = None
+    cursor: Any = None
     doubt = False  # an earlier try of it may have been carried out
     lazy = False  # a power cut may forget it
     tell = False  # it may make a job due soon: who waits is to be woken
     guest = False  # it is the caller's own
     undo = ""  # what takes back a call in it
 
-    def __init__(self, connection: Any, cursor: Any) -> None:
-        self.connection, self.cursor = connection, cursor
+    def execute(self, text: str, keys: Any = None) -> Any:
+        return self.cursor.execute(text, keys or {})
 
-    def execute(self, text: str, params: Any) -> Any:
-        return self.cursor.execute(text, params)
-
-    def execute_each(self, text: str, rows: list[Any]) -> list[Any]:
-        """The first row that each execution returns, in one round trip."""
-        cursor, found, more = self.cursor, [], True
-        cursor.executemany(text, rows, returning=True)
-        while more:
-            found.append(cursor.fetchone())
-            more = cursor.nextset()
-        return found
+    def in_transaction(self) -> bool:
+        return bool(self.connection.in_transaction)
 
 
 class _SqlEngine(_Engine):
@@ -4652,7 +4632,7 @@ class _SqlEngine(_Engine):
     can_compact = False
     SECONDS = 0.0  # that it tries at least, however short lock_timeout is
     PAUSES = (50e-6, 1e-3)  # before it tries again: the first, and the longest
-    _tables: tuple[str, ...] = _SQL_TABLES
+    TABLES = _SQL_TABLES
     # What a dialect brings along
     _driver: Any  # the module
     _words: dict[str, str]  # what it says for the words in capitals
@@ -4661,34 +4641,25 @@ class _SqlEngine(_Engine):
     _lend: Any  # lent, deadline, make -> link, or None if there is no database
     _give_back: Any  # what is in lent; may be called twice
     _begin: Any  # link, write, block
-    _commit: Any  # link, block
     _judge: Any  # exception, link -> QueueError, may be tried again, answer lost
-    _has_tables: Any  # link -> bool
     _joined: Any  # the caller's connection -> context of a link
-    _in_transaction: Any  # link -> bool
     _enter: Any  # link: set a savepoint, and see to the tables
     _insert: Any  # link, jobs, ids, revs -> by id when it was created and is due
     _each: Any  # link, changes, owner, columns -> a row of each that held, or None
     _holder: Any  # held -> our proof of life, or None
+    _watch: Any  # what sleeps until something changes
 
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        *,
-        max_retries: int,
-        fsync: bool,
-        shared: bool,
-        lock_timeout: float,
-    ) -> None:
+    def __init__(self, url: str, name: str, *, shared: bool, **options: Any) -> None:
         if not shared:
             raise ValueError(
                 "cross_process_lock: a database locks by itself, so False is for"
                 " directories only"
             )
         self.path = self.source = url
-        self._name, self._max_retries, self._fsync = name, max_retries, fsync
-        self._lock_timeout, self._closed = lock_timeout, False
+        self._name, self._closed = name, False
+        self._max_retries: int = options["max_retries"]
+        self._fsync: bool = options["fsync"]
+        self._lock_timeout: float = options["lock_timeout"]
         self._texts: dict[str, str] = {}
         self._reset()
         _ENGINES.add(self)
@@ -4703,13 +4674,13 @@ class _SqlEngine(_Engine):
     def forked(self) -> None:
         raise NotImplementedError
 
-    def fresh(self) -> str:
-        self._check_process()
-        return f"{self._prefix}{next(self._serial):x}"
-
     def _check_process(self) -> None:
         if self._pid != os.getpid():  # a fork that Python does not know of
             self.forked()
+
+    def fresh(self) -> str:
+        self._check_process()
+        return f"{self._prefix}{next(self._serial):x}"
 
     # Statements and transactions
 
@@ -4724,8 +4695,14 @@ class _SqlEngine(_Engine):
             found = self._texts[text] = self._spelt(found)
         return found
 
-    def _do(self, link: _SqlLink, text: str, **params: Any) -> Any:
-        return link.execute(self._sql(text), {**self._common(link), **params})
+    def _do(self, link: _SqlLink, text: str, **keys: Any) -> Any:
+        return link.execute(self._sql(text), {**self._common(link), **keys})
+
+    def _row(self, link: _SqlLink, text: str, keys: dict[str, Any]) -> Any:
+        return self._do(link, text, **keys).fetchone()
+
+    def _rows(self, link: _SqlLink, text: str, keys: dict[str, Any]) -> list[Any]:
+        return list(self._do(link, text, **keys).fetchall())
 
     def _run(
         self,
@@ -4752,7 +4729,7 @@ class _SqlEngine(_Engine):
         if connection is not None:
             return self._join(connection, body, *args)
         deadline = time.monotonic() + max(self._lock_timeout, self.SECONDS)
-        pause, doubt, told = self.PAUSES[0], False, False
+        pause, doubt, log = self.PAUSES[0], False, "warning"
         while True:
             lent: list[Any] = []
             link, sent = None, False
@@ -4762,9 +4739,10 @@ class _SqlEngine(_Engine):
                     if link is None or not (bare or self._prepared(link, make)):
                         return nothing
                     link.doubt, link.lazy, link.tell, sent = doubt, lazy, soon, True
-                    self._begin(link, write, block)
+                    block = self._begin(link, write, block)
                     result = body(link, *args)
-                    self._commit(link, block)
+                    if block:
+                        link.execute("COMMIT")
                     return result
                 finally:
                     self._give_back(lent)
@@ -4775,16 +4753,12 @@ class _SqlEngine(_Engine):
                     raise (self._in_doubt(error) if doubt else error) from exc
             finally:
                 self._give_back(lent)  # a Ctrl-C may have ended the first
-            told = told or self._tell_of_trouble(error, left)
+            if not isinstance(error, LockTimeoutError):  # said once a call
+                text = "%s; it is tried again for at most %.1f s"
+                getattr(_log(), log)(text, error, left)
+                log = "debug"
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, self.PAUSES[1])
-
-    def _tell_of_trouble(self, error: QueueError, left: float) -> bool:
-        """Once a call; a database that others have locked is no trouble."""
-        if isinstance(error, LockTimeoutError):
-            return False
-        _log().warning("%s; it is tried again for at most %.1f s", error, left)
-        return True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -4806,20 +4780,25 @@ class _SqlEngine(_Engine):
         registers the queue."""
         if self._registered or (self._found and not make):
             return True
-        there = self._has_tables(link)
-        if not there and not make:
-            return False
-        if there:
-            self._check_formats(link)
         if make:
             self._begin(link, True, True)
-            self._create(link, there)
-            self._commit(link, True)
+            self._create(link)
+            link.execute("COMMIT")
+        elif not self._row(link, _SQL_THERE, {})[0]:
+            return False
+        self._check_formats(link)
         self._found, self._registered = True, make
         return True
 
+    def _create(self, link: _SqlLink) -> None:
+        if not self._row(link, _SQL_THERE, {})[0]:
+            for statement in self.TABLES:
+                self._do(link, statement)
+        self._check_formats(link)  # of a guest's, too
+        self._do(link, _SQL_REGISTER, format=_SQL_FORMAT)
+
     def _check_formats(self, link: _SqlLink) -> None:
-        for name, found in self._do(link, _SQL_QUEUES).fetchall():
+        for name, found in self._rows(link, _SQL_QUEUES, {}):
             if found != _SQL_FORMAT:
                 raise QueueError(
                     f"queue {self.path!r}: its tables have format {found} (queue"
@@ -4828,11 +4807,6 @@ class _SqlEngine(_Engine):
                     " drop the tables, and move the jobs back with this one",
                     path=self.path,
                 )
-
-    def _create(self, link: _SqlLink, there: bool) -> None:
-        for statement in () if there else self._tables:
-            self._do(link, statement)
-        self._do(link, _SQL_REGISTER, format=_SQL_FORMAT)
 
     def _join(self, connection: Any, body: Callable[..., Any], *args: Any) -> Any:
         """Run body in the transaction that is open on the caller's connection;
@@ -4843,7 +4817,7 @@ class _SqlEngine(_Engine):
                 try:
                     self._enter(link)
                     result = body(link, *args)
-                    link.execute("RELEASE SAVEPOINT tiny_queue", {})
+                    link.execute("RELEASE SAVEPOINT tiny_queue")
                     return result
                 except BaseException:
                     self._undo(link)
@@ -4853,12 +4827,11 @@ class _SqlEngine(_Engine):
                 raise
 
     def _undo(self, link: _SqlLink) -> None:
-        """Take back what a call did in the caller's transaction."""
         try:
-            if link.undo and self._in_transaction(link):
-                link.execute(link.undo, {})
+            if link.undo and link.in_transaction():
+                link.execute(link.undo)
                 if link.undo != "ROLLBACK":
-                    link.execute("RELEASE SAVEPOINT tiny_queue", {})
+                    link.execute("RELEASE SAVEPOINT tiny_queue")
             link.undo = ""
         except self._driver.Error as exc:
             if "savepoint" not in str(exc):  # it was not set yet
@@ -4869,28 +4842,18 @@ class _SqlEngine(_Engine):
     def put(
         self, new: Sequence[_New], exist_ok: bool, connection: Any = None
     ) -> list[Job]:
-        ids = [
-            self.fresh() if item.id is None else cast(str, _to_column(item.id))
-            for item in new
-        ]
-        given = new[0].id is not None
+        ids = [_to_column(item.id) or self.fresh() for item in new]
+        given, jobs, job = new[0].id is not None, [], None
         for _ in range(10):
             try:
-                return cast(
-                    "list[Job]",
-                    self._run(
-                        self._put,
-                        new,
-                        ids,
-                        connection=connection,
-                        make=True,
-                        block=given and len(new) > 1,
-                        again=given and exist_ok,
-                        soon=any(item.delay <= _TICK for item in new),
-                    ),
-                )
+                jobs = self._run(
+                    self._put, new, ids, connection=connection, make=True,
+                    block=given and len(new) > 1, again=given and exist_ok,
+                    soon=any(item.delay <= _TICK for item in new),
+                )  # fmt: skip
+                return cast("list[Job]", jobs)
             except _AliveError as exc:
-                job = exc.job
+                job = exc.args[0]
             if job is not None:
                 if self._fsync and connection is None:
                     self._run(self._do, _SQL_TOUCH)
@@ -4907,29 +4870,21 @@ class _SqlEngine(_Engine):
         for item, id, rev in zip(new, ids, revs):
             when = instants.get(id)
             if when is None:
-                row = self._do(link, _SQL_FIND, id=id).fetchone()
+                row = self._row(link, _SQL_FIND, {"id": id})
                 raise _AliveError(row and self._view(row))
-            what = id, item.payload, item.state, item.attempts, item.priority
+            what = id, None, item.state, item.attempts, item.priority
             more = item.leased_at, None, _to_column(item.error), item.max_retries, None
             row = *what, *when, *more, rev, item.crashes
-            jobs.append(self._view(row, None, _as_it_is))
+            jobs.append(self._view(row, payload=item.payload))
         return jobs
 
     def change(self, changes: Sequence[_Change], connection: Any = None) -> list[bool]:
-        def soon(change: _Change) -> bool:
-            return change.state == "pending" and change.seconds <= _TICK
-
-        return cast(
-            "list[bool]",
-            self._run(
-                self._change,
-                changes,
-                connection=connection,
-                block=len(changes) > 1,
-                soon=any(map(soon, changes)),
-                nothing=[False] * len(changes),
-            ),
-        )
+        made = self._run(
+            self._change, changes, connection=connection, block=len(changes) > 1,
+            soon=any(x.state == "pending" and x.seconds <= _TICK for x in changes),
+            nothing=[False] * len(changes),
+        )  # fmt: skip
+        return cast("list[bool]", made)
 
     def _change(self, link: _SqlLink, changes: Sequence[_Change]) -> list[bool]:
         made = [row is not None for row in self._each(link, changes)]
@@ -4947,94 +4902,68 @@ class _SqlEngine(_Engine):
     def renew(self, changes: Sequence[_Change], held: bool) -> list[Job | None]:
         holder = self._holder(held)
         rows = self._run(
-            self._each,
-            changes,
-            holder.number if holder else 0,
-            _SQL_ROW,
-            lazy=held,
-            block=len(changes) > 1,
-            nothing=[None] * len(changes),
-        )
+            self._each, changes, holder.number if holder else 0, _SQL_ROW, lazy=held,
+            block=len(changes) > 1, nothing=[None] * len(changes),
+        )  # fmt: skip
         return [row and self._view(row, holder) for row in rows]
 
     # Looking
 
     def expired(self, older_than: float) -> list[_Expired]:
-        rows = self._run(self._expired, older_than, write=False, nothing=[])
+        keys = {"older_than": older_than}
+        rows = self._run(self._expired, keys, write=False, nothing=[])
         return [
             _Expired(_from_column(id), rev, attempts, self._retries(retries), *rest)
             for id, rev, attempts, retries, *rest in rows
         ]
 
-    def _expired(self, link: _SqlLink, older_than: float) -> list[Any]:
-        return list(self._do(link, _SQL_EXPIRED, older_than=older_than).fetchall())
+    def _expired(self, link: _SqlLink, keys: dict[str, Any]) -> list[Any]:
+        return self._rows(link, _SQL_EXPIRED, keys)
 
     def find(self, id: str) -> Job | None:
-        row = self._run(self._find, id, write=False)
+        row = self._run(self._row, _SQL_FIND, {"id": _to_column(id)}, write=False)
         return None if row is None else self._view(row)
-
-    def _find(self, link: _SqlLink, id: str) -> Any:
-        return self._do(link, _SQL_FIND, id=_to_column(id)).fetchone()
 
     def records(
         self, state: str | None, limit: int | None = None, untouched: float = 0.0
     ) -> Iterator[Job]:
-        last, since = self._run(self._last, write=False, nothing=(0, 0.0))
+        nothing = (0, 0.0)
+        last, since = self._run(self._row, _SQL_LAST, {}, write=False, nothing=nothing)
         keys = {"last": last, "since": since, "untouched": untouched}
         states = [*_SQL_RECORDS] if state is None else [state]
-        first = self._records(states[0], 0, limit, keys)
-        return self._pages(states, first, limit, keys)
-
-    def _last(self, link: _SqlLink) -> Any:
-        return self._do(link, _SQL_LAST).fetchone()
-
-    def _records(
-        self, state: str, after: int, left: int | None, keys: dict[str, Any]
-    ) -> list[Any]:
-        n = _SQL_PAGE if left is None else min(left, _SQL_PAGE)
-
-        def read(link: _SqlLink) -> Any:
-            found = self._do(link, _SQL_RECORDS[state], n=n, after=after, **keys)
-            return found.fetchall()
-
-        return cast("list[Any]", self._run(read, write=False, nothing=[]))
+        jobs = self._pages(states, math.inf if limit is None else limit, keys)
+        return itertools.chain([*itertools.islice(jobs, 1)], jobs)  # read a page now
 
     def _pages(
-        self, states: list[str], rows: list[Any], left: int | None, keys: dict[str, Any]
+        self, states: list[str], left: float, keys: dict[str, Any]
     ) -> Iterator[Job]:
         for state in states:
-            if state != states[0]:
-                rows = self._records(state, 0, left, keys)
+            rows: list[Any] = [(0,)]
             while rows:
+                n = int(min(left, _SQL_PAGE))
+                keys = {**keys, "after": rows[-1][0], "n": n}
+                args = _SQL_RECORDS[state], keys
+                rows = self._run(self._rows, *args, write=False, nothing=[])
+                left -= len(rows)
                 for row in rows:
                     yield self._view(row[1:])
-                left = None if left is None else left - len(rows)
-                rows = self._records(state, rows[-1][0], left, keys)
 
     def counts(self) -> Stats:
-        row = self._run(self._counts, write=False, nothing=(*[0] * 5, None, None, 0))
-        return Stats(*row)
-
-    def _counts(self, link: _SqlLink) -> Any:
-        return self._do(link, _SQL_COUNTS).fetchone()
+        empty = (0, 0, 0, 0, 0, None, None, 0)
+        return Stats(*self._run(self._row, _SQL_COUNTS, {}, write=False, nothing=empty))
 
     def names(self) -> list[str] | None:
-        def read(link: _SqlLink) -> list[str]:
-            return [name for name, _ in self._do(link, _SQL_QUEUES).fetchall()]
-
-        return cast("list[str] | None", self._run(read, write=False))
+        rows = self._run(self._rows, _SQL_QUEUES, {}, write=False)
+        return None if rows is None else [name for name, _ in rows]
 
     def _view(
-        self,
-        row: Sequence[Any],
-        holder: object = None,
-        read: Callable[[Any], Any] = _payload_of,
+        self, row: Sequence[Any], holder: object = None, payload: Any = None
     ) -> Job:
         """A row as a job: without what its state does not have."""
         make: Any = _JobFields
         job = make(*row[:12], holder, *row[12:14], row[10])
         job.id = _from_column(job.id)
-        job.payload = read(job.payload)
+        job.payload = payload if row[1] is None else _payload_of(row[1])
         if job.state in ("ready", "delayed", "pending"):
             job.state, job.leased_at = "pending", None
         if job.last_error is not None:
@@ -5074,6 +5003,7 @@ _SQLITE_WORDS = {
     "NEXT": "LAST + 1",
     "UNLOCKED": ":fence",
     "FORMAT": "format",
+    "THERE": "count(*) FROM sqlite_master WHERE name = 'tiny_queue_queues'",
     "GREATEST": "max",
     "SERIAL": "INTEGER PRIMARY KEY",
     "JSON": "TEXT",
@@ -5096,35 +5026,24 @@ _SQLITE_HEADS = f"""SELECT  -- higher priority first, then by place
     {_SQL_ROW}, ({_SQLITE_NEXT_DUE}) FROM READY WHERE queue = :queue
     AND state = 'ready' AND priority > :above ORDER BY priority DESC, place LIMIT :n"""
 _SQLITE_OWNERS = """SELECT  -- whose lives are to be looked at
-    owner FROM INFLIGHT
-    WHERE queue = :queue AND state = 'inflight' AND owner <> 0"""
+    owner FROM INFLIGHT WHERE queue = :queue AND state = 'inflight'"""
 _SQLITE_PAYLOADS = """SELECT  -- every byte that a reader would need
     place, payload FROM PLACED WHERE queue = :queue AND place > :after
     ORDER BY place LIMIT :n"""
-
 # What the driver says, in part; and what to do.  By text, because error codes
 # have names only from Python 3.11 on.
 _SQLITE_BUSY = ("is locked", "locking protocol")
-_SQLITE_ADVICE = (
-    ("is full", "free some space; nothing is lost"),
-    ("readonly", "check the owner and mode of the file and its directory"),
-    ("unable to open", "check that its directory is there and may be written"),
-    ("not a database", "it is another kind of file, or encrypted: name another"),
-    ("malformed", "restore a backup, or save what is left with sqlite3's .recover"),
-    ("disk I/O", "the disk failed; see the system's log"),
-    ("no such", "its tables were changed; restore them, or use another database"),
-)
+_SQLITE_ADVICE = {
+    "is full": "free some space; nothing is lost",
+    "readonly": "check the owner and mode of the file and its directory",
+    "unable to open": "check that its directory is there and may be written",
+    "not a database": "it is another kind of file, or encrypted: name another",
+    "malformed": "restore a backup, or save what is left with sqlite3's .recover",
+    "disk I/O": "the disk failed; see the system's log",
+    "no such": "its tables were changed; restore them, or use another database",
+}
 _SQLITE_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "fuse.sshfs")
 _SQLITE_INHERITED: list[Any] = []  # never closed: see before_fork()
-
-
-def _driver(name: str, cure: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as exc:
-        raise QueueError(f"this URL needs {cure} ({exc})") from exc
 
 
 def _sqlite_file(url: str) -> str:
@@ -5175,22 +5094,20 @@ def _file_system(folder: str) -> str:
 
 
 class _SqliteLock(_FileLock):
-    """Carries the holders' proofs of life, beside the database.
-
-    Never on the database itself: closing any descriptor of that drops the
-    locks that SQLite has on it.
-    """
+    """Carries the holders' proofs of life, beside the database: closing any
+    descriptor of that would drop the locks that SQLite has on it."""
 
     def _lay_ballast(self, size: int) -> None:
         pass  # a database's space is not ours to keep
 
 
 class _SqliteLink(_SqlLink):
-    """The connection of an engine, to a file that may be replaced."""
-
     synchronous = ""  # as it was set last
-    ident: tuple[int, int] | None = None
     now = clock = 0.0  # of the transaction
+
+    def __init__(self, connection: Any, cursor: Any, ident: object = None) -> None:
+        self.connection, self.cursor = connection, cursor
+        self.ident = ident  # of the file that is open
 
 
 class _SqliteEngine(_SqlEngine):
@@ -5199,19 +5116,16 @@ class _SqliteEngine(_SqlEngine):
     One connection, for one thread at a time.
     """
 
+    _words = _SQLITE_WORDS
+
     def __init__(self, url: str, name: str, **options: Any) -> None:
         from urllib.parse import quote
 
-        self._driver = _driver(
-            "sqlite3",
-            "Python's own sqlite3, which this Python was built without; install its"
-            " package or use a directory",
-        )
+        cure = "Python's own sqlite3, which this Python was built without; use another"
+        self._driver = _driver("sqlite3", cure)
         self._file = _sqlite_file(url)
-        self._lock = _SqliteLock(
-            f"{self._file}-tiny_queue.lock", options["lock_timeout"], True
-        )
-        self._words = _SQLITE_WORDS
+        lock = f"{self._file}-tiny_queue.lock"
+        self._lock = _SqliteLock(lock, options["lock_timeout"], True)
         super().__init__(f"sqlite:///{quote(self._file)}", name, **options)
 
     def _reset(self) -> None:
@@ -5252,7 +5166,7 @@ class _SqliteEngine(_SqlEngine):
     # Connection
 
     def _lend(self, lent: list[Any], deadline: float, make: bool) -> Any:
-        """The connection, under the thread lock; None if there is no file."""
+        """The connection, under the thread lock."""
         lock = self._lock
         if lock.mine():
             raise QueueError(
@@ -5268,7 +5182,6 @@ class _SqliteEngine(_SqlEngine):
             self._disconnect()  # what is open has no name any more
         if self._link is None and (make or ident is not None):
             self._connect("rwc" if make else "rw")
-        self._roll_back()  # after two Ctrl-C, or a ROLLBACK that failed
         return self._link
 
     def _give_back(self, lent: list[Any]) -> None:
@@ -5284,9 +5197,10 @@ class _SqliteEngine(_SqlEngine):
                 lock.threads().release()
 
     def _roll_back(self) -> None:
-        if self._link is not None and self._link.connection.in_transaction:
+        link = self._link
+        if link is not None and link.connection.in_transaction:
             try:
-                self._link.execute("ROLLBACK", {})
+                link.execute("ROLLBACK")
             except self._driver.Error:
                 self._disconnect()
 
@@ -5308,8 +5222,8 @@ class _SqliteEngine(_SqlEngine):
             check_same_thread=False,
             uri=True,
         )
-        self._link = _SqliteLink(connection, connection.cursor())
-        self._link.ident = _ident_of(self._file)
+        ident = _ident_of(self._file)
+        self._link = _SqliteLink(connection, connection.cursor(), ident)
 
     def _disconnect(self) -> None:
         link, self._link = self._link, None
@@ -5323,13 +5237,12 @@ class _SqliteEngine(_SqlEngine):
     def _prepared(self, link: _SqlLink, make: bool) -> bool:
         """With a log (WAL) readers and the writer do not wait for each other."""
         if make and not self._registered:
-            db = link.cursor
-            if not db.execute("PRAGMA page_count").fetchone()[0]:
+            if not link.execute("PRAGMA page_count").fetchone()[0]:
                 # A change writes a few pages whole: a tenth less work than 4096.
-                db.execute("PRAGMA page_size = 2048")
-            mode = db.execute("PRAGMA journal_mode").fetchone()[0]
+                link.execute("PRAGMA page_size = 2048")
+            mode = link.execute("PRAGMA journal_mode").fetchone()[0]
             if mode != "wal":
-                mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+                mode = link.execute("PRAGMA journal_mode = WAL").fetchone()[0]
             if mode != "wal":
                 raise QueueError(
                     f"queue {self.path!r}: SQLite refuses its WAL mode here (it stays"
@@ -5338,40 +5251,31 @@ class _SqliteEngine(_SqlEngine):
                 )
         return super()._prepared(link, make)
 
-    def _has_tables(self, link: _SqlLink) -> bool:
-        sql = "SELECT 1 FROM sqlite_master WHERE name = 'tiny_queue_queues'"
-        return link.execute(sql, {}).fetchone() is not None
-
     def _spelt(self, text: str) -> str:
         return text
 
     def _common(self, link: Any) -> dict[str, Any]:
         return {"queue": self._name, "now": link.now, "clock": link.clock}
 
-    def _begin(self, link: Any, write: bool, block: bool) -> None:
+    def _begin(self, link: Any, write: bool, block: bool) -> bool:
         """FULL syncs the log at each commit, NORMAL when it is full."""
-        execute = link.cursor.execute
+        if link.connection.in_transaction:
+            link.execute("ROLLBACK")  # after two Ctrl-C
         level = "FULL" if self._fsync and not link.lazy else "NORMAL"
         if write and link.synchronous != level:
-            execute(f"PRAGMA synchronous = {level}")
+            link.execute(f"PRAGMA synchronous = {level}")
             link.synchronous = level
-        execute("BEGIN IMMEDIATE" if write else "BEGIN")
+        link.execute("BEGIN IMMEDIATE" if write else "BEGIN")
         link.now, link.clock = time.time(), time.monotonic()
-
-    def _commit(self, link: _SqlLink, block: bool) -> None:
-        link.cursor.execute("COMMIT")
+        return True
 
     def _judge(self, exc: Exception, link: Any) -> tuple[QueueError, bool, bool]:
         text = getattr(exc, "strerror", None) or str(exc)
         if any(part in text for part in _SQLITE_BUSY):
             return self._timed_out(), True, False
-        advice = "nothing was acknowledged"
-        for part, what in _SQLITE_ADVICE:
-            if part in text:
-                advice = what
-                break
+        advice = [what for part, what in _SQLITE_ADVICE.items() if part in text]
         error = QueueError(
-            f"queue {self.path!r}: {text}; {advice}",
+            f"queue {self.path!r}: {text}; {[*advice, 'nothing was acknowledged'][0]}",
             errno=getattr(exc, "errno", None),
             path=self._file,
         )
@@ -5416,7 +5320,7 @@ class _SqliteEngine(_SqlEngine):
             connection.text_factory = factory
 
     def _check_joins(self, link: _SqliteLink) -> None:
-        files = {row[1]: row[2] for row in link.execute("PRAGMA database_list", {})}
+        files = {row[1]: row[2] for row in link.execute("PRAGMA database_list")}
         ident = _ident_of(files["main"]) if files.get("main") else None
         if ident is None or ident != _ident_of(self._file):
             raise ValueError(
@@ -5424,30 +5328,23 @@ class _SqliteEngine(_SqlEngine):
                 " only within one database do two changes commit together"
             )
         automatic = getattr(link.connection, "autocommit", None) is True  # from 3.12 on
-        if not link.connection.in_transaction and (
-            link.connection.isolation_level is None or automatic
-        ):
+        automatic = automatic or link.connection.isolation_level is None
+        if automatic and not link.in_transaction():
             raise ValueError(
                 "connection: it is in autocommit mode with no transaction open, so"
                 ' there is nothing to be part of; execute("BEGIN IMMEDIATE") first'
             )
 
-    def _in_transaction(self, link: _SqlLink) -> bool:
-        return bool(link.connection.in_transaction)
-
     def _enter(self, link: Any) -> None:
         """Where its driver would begin a transaction before the caller's own
         INSERT, one is begun, and ends with an error."""
         link.undo = "ROLLBACK TO SAVEPOINT tiny_queue"
-        if not link.connection.in_transaction:
+        if not link.in_transaction():
             link.undo = "ROLLBACK"
-            link.execute("BEGIN IMMEDIATE", {})
-        link.execute("SAVEPOINT tiny_queue", {})
+            link.execute("BEGIN IMMEDIATE")
+        link.execute("SAVEPOINT tiny_queue")
         link.now, link.clock = time.time(), time.monotonic()
-        there = self._has_tables(link)
-        if there:
-            self._check_formats(link)
-        self._create(link, there)
+        self._create(link)
 
     # Puts, changes, takes
 
@@ -5463,40 +5360,25 @@ class _SqliteEngine(_SqlEngine):
             state = "delayed" if run_at else "ready"
             created_at = now if item.created_at is None else item.created_at
             row = (
-                self._name,
-                id,
-                rev,
-                item.state if item.state == "dead" else state,
-                item.attempts,
-                item.crashes,
-                item.priority,
-                created_at,
-                run_at,
-                item.leased_at,
-                item.max_retries,
-                _to_column(item.error),
-                item.text,
-            )
+                self._name, id, rev, item.state if item.state == "dead" else state,
+                item.attempts, item.crashes, item.priority, created_at, run_at,
+                item.leased_at, item.max_retries, _to_column(item.error), item.text,
+            )  # fmt: skip
             if not execute(sql, row).rowcount:
                 break
             instants[id] = created_at, run_at
         return instants
 
     def _each(
-        self,
-        link: _SqlLink,
-        changes: Sequence[_Change],
-        owner: int = 0,
-        columns: str = "1",
+        self, link: _SqlLink, changes: Sequence[_Change], owner: int = 0, row: str = ""
     ) -> list[Any]:
-        common = self._common(link)
-        rows = []
+        rows, common = [], self._common(link)
         for change in changes:
-            keys = {**common, **_sql_fields(change, owner)}
-            row: Any = link.execute(self._sql(_sql_of(change)), keys).rowcount or None
-            if row and columns == _SQL_ROW:
-                row = link.execute(self._sql(_SQL_FIND), keys).fetchone()
-            rows.append(row)
+            keys = {**common, **_sql_keys(change, owner)}
+            made: Any = link.execute(self._sql(_sql_of(change)), keys).rowcount or None
+            if made and row:
+                made = link.execute(self._sql(_SQL_FIND), keys).fetchone()
+            rows.append(made)
         return rows
 
     def take(
@@ -5510,24 +5392,23 @@ class _SqliteEngine(_SqlEngine):
         events = self._watch.events
         if self._idle and not changes:  # look first: a poll of an idle queue
             look = (math.inf, None)  # takes no lock for writing
-            due, version = self._run(self._peek, above, write=False, nothing=look)
+            due, version = self._run(self._peek, write=False, nothing=look)
             if due > 0:
                 return _Taken([], [], (events, time.monotonic() + due, version))
+        args = n, seconds, held, above, changes
+        nothing: Any = [False] * len(changes), [], math.inf, None
         made, jobs, due, version = self._run(
-            self._take, n, seconds, held, above, changes, lazy=not changes
+            self._take, *args, lazy=not changes, nothing=nothing
         )
         self._idle = not jobs
         return _Taken(made, jobs, (events, time.monotonic() + due, version))
 
-    def _peek(self, link: _SqlLink, above: int) -> tuple[float, object]:
+    def _peek(self, link: Any) -> tuple[float, object]:
         """In how many seconds a job is due, and the database's version."""
-        version, due = self._data_version(link), self._next_due(link)
-        ready = self._do(link, _SQLITE_ANY_READY, above=above).fetchone()
-        return 0.0 if ready else due, version
-
-    def _next_due(self, link: Any) -> float:
-        row = self._do(link, _SQLITE_NEXT_DUE).fetchone()
-        return math.inf if row is None else cast(float, row[0] - link.now)
+        version, row = self._data_version(link), self._row(link, _SQLITE_NEXT_DUE, {})
+        if self._row(link, _SQLITE_ANY_READY, {}):
+            return 0.0, version
+        return row[0] - link.now if row else math.inf, version
 
     def _take(
         self,
@@ -5538,53 +5419,54 @@ class _SqliteEngine(_SqlEngine):
         above: int,
         changes: Sequence[_Change],
     ) -> tuple[list[bool], list[Job], float, object]:
-        made = self._change(link, changes)
+        made = self._change(link, changes) if changes else []
         jobs: list[Job] = []
+        keys = {"n": n, "above": above}
         while not jobs:
-            heads = self._do(link, _SQLITE_HEADS, n=n, above=above).fetchall()
-            due = heads[0][-1] if heads else self._next_due(link) + link.now
-            if due is not None and due <= link.now:
+            rows = self._rows(link, _SQLITE_HEADS, keys)
+            if not rows or (rows[0][-1] is not None and rows[0][-1] <= link.now):
                 if self._do(link, _SQLITE_DUE, n=max(n, _SQL_DUE)).rowcount:
-                    heads = self._do(link, _SQLITE_HEADS, n=n, above=above).fetchall()
-            if not heads:
-                return made, [], self._next_due(link), self._data_version(link)
-            jobs = self._lease(link, heads, seconds, self._holder(held))
+                    rows = self._rows(link, _SQLITE_HEADS, keys)
+            if not rows:
+                return made, [], *self._peek(link)
+            jobs = self._lease(link, rows, seconds, self._holder(held))
         return made, jobs, 0.0, None
 
     def _lease(
         self, link: Any, rows: list[Any], seconds: float, holder: _Holder | None
     ) -> list[Job]:
         """The jobs; one whose payload was made no JSON by hand is dead."""
-        owner = holder.number if holder else 0
         jobs: list[Job] = []
-        keys = {**self._common(link), "owner": owner, "seconds": seconds, "at": None}
-        for row in rows:
-            id, text, _, attempts, priority, created_at, run_at = row[:7]
-            error, retries, _, rev, crashes = row[9:14]
-            state, token = "inflight", cast("str | None", self.fresh())
+        until, owner = link.now + seconds, holder.number if holder else 0
+        common = {"seconds": seconds, "at": None, "owner": owner, **self._common(link)}
+        for (
+            id,
+            text,
+            _,
+            attempts,
+            *more,
+            _,
+            _,
+            error,
+            limit,
+            _,
+            rev,
+            crashes,
+            _,
+        ) in rows:
+            token, state, count = self.fresh(), "inflight", attempts + 1
+            keys = {**common, "id": id, "crashes": crashes, "error": error}
             try:
                 payload = json.loads(text)
+                what = id, None, state, count, *more, link.now, until, error, limit
+                jobs.append(
+                    self._view((*what, token, rev + 1, crashes), holder, payload)
+                )
+                keys.update(state=state, attempts=count, token=token)
             except (TypeError, ValueError, RecursionError) as exc:
-                state, token = "dead", None
-                error = _to_column(f"its payload is not JSON: {exc}")
-            else:
-                attempts += 1
-                what = id, payload, state, attempts, priority, created_at, run_at
-                when = link.now, link.now + seconds
-                shown = *what, *when, error, retries, token, rev + 1, crashes
-                jobs.append(self._view(shown, holder, _as_it_is))
-            link.execute(
-                self._sql(_SQL_CHANGES[state, type(None)]),
-                {
-                    **keys,
-                    "id": id,
-                    "state": state,
-                    "attempts": attempts,
-                    "crashes": crashes,
-                    "error": error,
-                    "token": token,
-                },
-            )
+                why, state = f"its payload is not JSON: {exc}", "dead"
+                keys.update(state=state, attempts=attempts, token=None, error=why)
+            link.execute(self._sql(_sql_change(state, cast(Any, type(None)))), keys)
         return jobs
 
     # Who is alive
@@ -5597,30 +5479,26 @@ class _SqliteEngine(_SqlEngine):
         if proof is not None and proof.file.fd >= 0:
             if proof.ident == _ident_of(lock.path):
                 return proof
-        lock.acquire(True, self._is_closed)
+        lock.acquire(True, lambda: self._closed)
         try:
             self._proof = proof = lock.new_holder()
             return proof
         finally:
             lock.release()
 
-    def _is_closed(self) -> bool:
-        return self._closed
-
-    def _expired(self, link: _SqlLink, older_than: float) -> list[Any]:
+    def _expired(self, link: _SqlLink, keys: dict[str, Any]) -> list[Any]:
         """Ask the kernel which holders live; of ourselves we know it."""
-        owners = {row[0] for row in self._do(link, _SQLITE_OWNERS).fetchall()}
+        owners = {owner for (owner,) in self._rows(link, _SQLITE_OWNERS, {})} - {0}
         living = {self._proof.number} if self._proof else set()
         if owners - living:
-            self._lock.acquire(False, self._is_closed)
+            self._lock.acquire(False, lambda: self._closed)
             try:
                 living |= {owner for owner in owners if self._lock.holds(owner)}
             finally:
                 self._lock.release()
         numbers = ", ".join(map(str, sorted(living & owners)))
         sql = self._sql(_SQL_EXPIRED).replace("LIVING", numbers)
-        keys = {**self._common(link), "older_than": older_than}
-        return list(link.execute(sql, keys).fetchall())
+        return list(link.execute(sql, {**self._common(link), **keys}).fetchall())
 
     # Waiting, verifying, closing
 
@@ -5629,7 +5507,7 @@ class _SqliteEngine(_SqlEngine):
 
     def _data_version(self, link: Any) -> object:
         """What each commit changes, those of this connection included."""
-        number = link.execute("PRAGMA data_version", {}).fetchone()[0]
+        number = link.execute("PRAGMA data_version").fetchone()[0]
         return number, link.connection.total_changes, link.ident
 
     def wait(self, seen: object, seconds: float) -> None:
@@ -5642,32 +5520,23 @@ class _SqliteEngine(_SqlEngine):
     def verify(self) -> list[Damage]:
         """What SQLite finds wrong; then payloads that are not JSON, by the
         number of their row."""
-        file, place = os.path.basename(self._file), 0
-        whole = self._driver.sqlite_version_info < (3, 33)
-        check = "PRAGMA quick_check" + ("" if whole else "(tiny_queue_jobs)")
+        file, place, check = os.path.basename(self._file), 0, "PRAGMA quick_check"
         try:
-            found = self._run(self._check, check, write=False, nothing=[])
+            rows = self._run(self._rows, check, {}, write=False, nothing=[])
         except QueueError as exc:
             if "malformed" not in str(exc):
                 raise
-            found = [(str(exc.__cause__),)]
-        damage = [Damage(file, 0, text) for (text,) in found if text != "ok"]
-        rows = found
+            rows = [(str(exc.__cause__),)]
+        damage = [Damage(file, 0, text) for (text,) in rows if text != "ok"]
         while rows and not damage:
-            rows = self._run(self._payloads, place, write=False, nothing=[])
+            args = _SQLITE_PAYLOADS, {"after": place, "n": _SQL_PAGE}
+            rows = self._run(self._rows, *args, write=False, nothing=[])
             for place, text in rows:
                 try:
                     json.loads(text)
                 except (TypeError, ValueError) as exc:
                     damage.append(Damage(file, place, f"payload: {exc}"))
         return damage
-
-    def _check(self, link: _SqlLink, statement: str) -> list[Any]:
-        return list(link.execute(statement, {}).fetchall())
-
-    def _payloads(self, link: _SqlLink, after: int) -> list[Any]:
-        keys = {"after": after, "n": _SQL_PAGE}
-        return list(self._do(link, _SQLITE_PAYLOADS, **keys).fetchall())
 
     def close(self) -> None:
         if self._closed:
@@ -5688,10 +5557,10 @@ def _at_fork(step: str) -> None:
             getattr(engine, step)()
 
 
-if hasattr(os, "register_at_fork"):  # in the child _ENGINES are told anyway
+if hasattr(os, "register_at_fork"):  # in the child all engines are told anyway
     os.register_at_fork(
-        before=functools.partial(_at_fork, "before_fork"),
-        after_in_parent=functools.partial(_at_fork, "after_fork"),
+        before=lambda: _at_fork("before_fork"),
+        after_in_parent=lambda: _at_fork("after_fork"),
     )
 
 
@@ -5731,20 +5600,15 @@ class _SqliteWatch(_Watch):
 
     def _arm(self, log: str) -> bool:
         """Listen to the log that is there now; whether that is a change."""
-        try:
-            ident = _ident_of(log)
-        except OSError:
-            ident = None
+        ident = _ident_of(log)
         if ident == self._ident:
             return False
         self._notifier, self._ident = None, ident
-        try:
-            if ident is not None:
-                notifier = _Inotify()
+        if ident is not None:
+            with contextlib.suppress(AttributeError, ImportError, OSError, TypeError):
+                notifier = _Inotify()  # there may be none here, or none left
                 notifier.arm(log, cast(Any, None))
                 self._notifier = notifier
-        except (AttributeError, ImportError, OSError, TypeError):
-            pass  # there is none here, or none left
         return True
 
 
@@ -5766,6 +5630,7 @@ _PG_WORDS = {  # beside those of the schema
     # It must not read a whole queue for the sake of the few that are inflight.
     "OURS": "queue || ''",
     "FORMAT": "coalesce((to_jsonb(queue) ->> 'format')::int, 1)",
+    "THERE": "to_regclass('QUEUES') IS NOT NULL",
     "GREATEST": "greatest",
     "SERIAL": "bigserial",
     "TEXT": 'text COLLATE "C"',
@@ -5788,12 +5653,6 @@ _PG_TABLES = (
 )
 _PG_MAKERS = """SELECT  -- of all who come first one makes the tables
     pg_advisory_xact_lock(:family, 0)"""
-_PG_HAS_SCHEMA = """SELECT  -- the role may lack the right to make one
-    1 FROM pg_catalog.pg_namespace WHERE nspname = :schema"""
-_PG_HAS_TABLES = """SELECT  -- looking creates nothing, and needs no right
-    1 FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n
-    ON n.oid = c.relnamespace
-    WHERE n.nspname = :schema AND c.relname = 'tiny_queue_queues'"""
 _PG_PUT = f"""WITH  -- in one round trip; a live id changes nothing
     put AS (
         INSERT INTO JOBS ({_SQL_NEW})
@@ -5872,30 +5731,12 @@ def _pg_take(changes: tuple[str, ...], one: bool) -> str:
     return "WITH " + "".join(parts) + text.replace("COUNT", "1" if one else ":n")
 
 
-def _pg_schema(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", text):
-        raise ValueError(f"{text!r} is not of 1 to 63 letters, digits and _")
-    return text
-
-
-def _switch(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(f"{text!r} is neither 0 nor 1")
-    return text == "1"
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,4}", text) or not int(text):
-        raise ValueError(f"{text!r} is not a number from 1 to 9999")
-    return int(text)
-
-
-# What a URL may say to the engine; everything else in it is for libpq.
-_PG_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
-    "schema": (_pg_schema, "tiny_queue"),
-    "notify": (_switch, True),  # 0: no session state, for PgBouncer
-    "pool": (_positive, 4),  # connections at most, beside the one that listens
-    "keepalive": (_positive, 10),  # seconds of silence before TCP asks
+# What a URL may say to the engine: how, in words, and else.  The rest is libpq's.
+_PG_OPTIONS: dict[str, tuple[str, str, Any]] = {
+    "schema": ("[A-Za-z_][A-Za-z0-9_]{0,62}", "1 to 63 letters, digits and _", ""),
+    "notify": ("[01]", "0 or 1", 1),  # 0: no session state, for PgBouncer
+    "pool": ("[1-9][0-9]{0,3}", "a number from 1 to 9999", 4),  # connections at most
+    "keepalive": ("[1-9][0-9]{0,3}", "a number from 1 to 9999", 10),  # s, for TCP
 }
 # By SQLSTATE: the error's class, and what to do about it.
 _PG_ADVICE: dict[str, tuple[type[QueueError], str]] = {
@@ -5939,15 +5780,6 @@ def _masked(url: str) -> str:
     return base + "?" * bool(query) + re.sub(r"(?i)(password=)[^&]*", r"\1***", query)
 
 
-def _passwords_in(url: str) -> set[str]:
-    from urllib.parse import unquote
-
-    base, query = _split_url(url)
-    found = re.findall(r"(?s)(?<=://)[^:@/]*:(.*)@", base)
-    found += re.findall(r"(?i)password=([^&]*)", query)
-    return {*found, *map(unquote, found)} - {""}
-
-
 def _poll(fd: int, events: int, seconds: float) -> int:
     """Which of 1 (readable) and 2 (writable) a descriptor is, in time."""
     import select
@@ -5969,13 +5801,10 @@ def _poll(fd: int, events: int, seconds: float) -> int:
 
 
 class _PgLink(_SqlLink):
-    """A connection of ours, in autocommit, whose waits end at a deadline; or
-    room for one."""
+    """A connection in autocommit, whose waits end at a deadline; or room for one."""
 
     def __init__(self) -> None:
-        super().__init__(None, None)
-        self.pid, self.fd = os.getpid(), -1
-        self.deadline = math.inf
+        self.pid, self.fd, self.deadline = os.getpid(), -1, math.inf
 
     def open(self, connection: Any) -> None:
         self.connection, self.cursor = connection, connection.cursor()
@@ -5995,22 +5824,25 @@ class _PgLink(_SqlLink):
         except StopIteration as end:
             return end.value
 
+    def execute_each(self, text: str, rows: list[Any]) -> list[Any]:
+        """The first row that each execution returns, in one round trip."""
+        self.cursor.executemany(text, rows, returning=True)
+        found = [self.cursor.fetchone()]
+        while self.cursor.nextset():
+            found.append(self.cursor.fetchone())
+        return found
+
+    def in_transaction(self) -> bool:
+        return self.connection.info.transaction_status in (2, 3)
+
     def closed(self) -> bool:
         return self.connection is None or bool(self.connection.closed)
 
     def usable(self) -> bool:
         """Whether nothing is in flight on it, nor has the server closed it."""
-        return (
-            not self.closed()
-            and self.connection.info.transaction_status == 0
-            and not _poll(self.fd, 1, 0)
-        )
-
-    def roll_back(self) -> None:
-        """What an error has ended; if that fails, the link is not usable."""
-        if not self.closed() and self.connection.info.transaction_status in (2, 3):
-            with contextlib.suppress(Exception):
-                self.execute("ROLLBACK", None)
+        if self.closed() or self.connection.info.transaction_status != 0:
+            return False
+        return not _poll(self.fd, 1, 0)
 
     def close(self) -> None:
         if self.pid == os.getpid() and not self.closed():
@@ -6027,54 +5859,6 @@ class _PgLink(_SqlLink):
         self.close()
 
 
-class _PgPool:
-    """At most so many connections; the last one used is the next one used.
-
-    Those lent are known weakly: one that a Ctrl-C has lost makes room again.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._cond = threading.Condition()
-        self._free: list[_PgLink] = []
-        self._all: weakref.WeakSet[_PgLink] = weakref.WeakSet()
-        self.closed = False
-
-    def lend(self, lent: list[Any], deadline: float) -> bool:
-        """Add one to `lent`, open or not; False if none comes free in time."""
-        with self._cond:
-            while not self._free and len(self._all) >= self._size:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._cond.wait(min(left, 0.1))
-            lent.append(self._free.pop() if self._free else _PgLink())
-            self._all.add(lent[0])
-        return True
-
-    def give_back(self, lent: list[Any]) -> None:
-        while lent:
-            link = lent.pop()
-            link.roll_back()
-            if not link.usable() or self.closed:
-                link.close()
-            with self._cond:
-                if link.closed():
-                    self._all.discard(link)
-                else:
-                    self._free.append(link)
-                self._cond.notify()
-
-    def close(self) -> None:
-        self.closed = True
-        while self._free:
-            self._free.pop().close()
-
-    def abandon(self) -> None:
-        for link in list(self._all):
-            link.abandon()
-
-
 class _PgSession:
     """Proof of life: a lock that the server drops with the connection.
 
@@ -6083,10 +5867,8 @@ class _PgSession:
     """
 
     def __init__(self, link: _PgLink, number: int) -> None:
-        self.link = link
-        self.number = number
+        self.link, self.number, self.gone = link, number, False
         self.lock = threading.Lock()  # the connection is for one thread at a time
-        self.gone = False
         self.told: list[Any] = []  # what it heard while it was asked something
         link.connection.add_notify_handler(self.told.append)
 
@@ -6097,20 +5879,16 @@ class _PgSession:
                 self.gone = not self.link.usable()
         return self.gone
 
-    def resign(self) -> None:
-        """Drop the lock: that a connection ended the server sees a bit later."""
-        if not self.lock.locked():
-            with self.lock:
-                if self.link.usable():
-                    self.link.deadline = time.monotonic() + 1.0
-                    self.link.execute("SELECT pg_advisory_unlock_all()", {})
-
     def close(self) -> None:
         """End it at once, even under a thread that waits on it."""
         self.gone = True
         if not self.lock.locked():
-            with self.lock:
-                self.link.close()
+            with self.lock, contextlib.suppress(Exception):
+                if self.link.pid == os.getpid() and self.link.usable():
+                    # That a connection ended the server sees a bit later.
+                    self.link.deadline = time.monotonic() + 1.0
+                    self.link.execute("SELECT pg_advisory_unlock_all()")
+            self.link.close()
         elif self.link.pid == os.getpid() and not self.link.closed():
             import socket
 
@@ -6130,38 +5908,35 @@ class _PgSession:
         return True
 
     def __del__(self) -> None:
-        self.close()
+        self.link.close()
 
 
 class _PgWatch(_Watch):
-    """Sleeps until a producer tells, or without LISTEN for a short while."""
-
     def _listen(self, data: Any, seconds: float) -> bool:
         return bool(data(seconds))
 
 
 class _PostgresEngine(_SqlEngine):
-    """postgresql://...: a schema of choice on a server."""
+    """postgresql://...: a schema of choice on a server.
 
-    _tables = _PG_TABLES
+    A pool of connections; the last one used is the next one used.  Those lent
+    are known weakly: one that a Ctrl-C has lost makes room again.
+    """
+
     steady_leases = False  # the server's wall clock is the only one that all see
     SECONDS = 1.0
     PAUSES = (0.01, 1.0)
+    TABLES = _PG_TABLES
 
     def __init__(self, url: str, name: str, **options: Any) -> None:
-        self._driver = _driver(
-            "psycopg",
-            'psycopg 3: pip install "psycopg[binary]", or the extra of a checkout: pip'
-            ' install ".[postgres]"',
-        )
-        self._secrets = _passwords_in(url)
+        cure = 'psycopg 3: pip install "psycopg[binary]", or a checkout\'s [postgres]'
+        self._driver = _driver("psycopg", cure)
         self._options, self._conninfo = self._read_url(url)
         schema = self._options["schema"]
         number = crc32(f"{schema} {name}".encode())
         self._channel = f"tiny_queue_{number:08x}"  # a clash costs idle looks only
         self._family = crc32(f"tiny_queue {schema}".encode()) & 0x7FFFFFFF
-        jobs = f'"{schema}".tiny_queue_jobs'
-        place = f'"{schema}".tiny_queue_jobs_place_seq'
+        jobs, place = (f'"{schema}".tiny_queue_jobs{end}' for end in ("", "_place_seq"))
         self._words = {
             **_PG_WORDS,
             **dict.fromkeys(("JOBS", "PLACED", "INFLIGHT", "DEAD"), jobs),
@@ -6175,7 +5950,9 @@ class _PostgresEngine(_SqlEngine):
 
     def _reset(self) -> None:
         super()._reset()
-        self._pool = _PgPool(self._options["pool"])
+        self._room = threading.Condition()
+        self._free: list[_PgLink] = []
+        self._links: weakref.WeakSet[_PgLink] = weakref.WeakSet()
         self._session: _PgSession | None = None
         self._connecting = threading.RLock()  # one thread makes the session
         self._tokens: dict[str, None] = {}  # of unsettled leases, the oldest first
@@ -6185,7 +5962,8 @@ class _PostgresEngine(_SqlEngine):
         self._home: object = None
 
     def forked(self) -> None:
-        self._pool.abandon()
+        for link in list(self._links):
+            link.abandon()
         if self._session is not None:
             self._session.link.abandon()
         self._reset()
@@ -6195,35 +5973,36 @@ class _PostgresEngine(_SqlEngine):
         from urllib.parse import unquote
 
         base, query = _split_url(url)
-        options = {name: default for name, (_, default) in _PG_OPTIONS.items()}
-        pq = self._driver.pq.Conninfo.get_defaults()
-        known = {option.keyword.decode() for option in pq} | {"ssl"}
+        found = re.findall(r"(?s)(?<=://)[^:@/]*:(.*)@", base)
+        found += re.findall(r"(?i)password=([^&]*)", query)
+        self._secrets = {*found, *map(unquote, found)} - {""}
+        options: dict[str, Any] = {name: _PG_OPTIONS[name][2] for name in _PG_OPTIONS}
+        options["schema"] = "tiny_queue"
         rest = []
         for item in filter(None, query.split("&")):
             name, _, text = item.partition("=")
-            if name in _PG_OPTIONS:
-                try:
-                    options[name] = _PG_OPTIONS[name][0](unquote(text))
-                except ValueError as exc:
-                    raise ValueError(f"path: its option {name}: {exc}") from None
-            elif name in known:
+            if name not in _PG_OPTIONS:
                 rest.append(item)
-            else:
-                # Of a password with a ? or & in it that is not percent-encoded.
-                name = name if re.fullmatch(r"\w+", name) else "***"
-                raise ValueError(
-                    f"path: no option {name!r} in PostgreSQL URLs; known are"
-                    f" {', '.join([*_PG_OPTIONS, *sorted(known)])}"
-                )
+                continue
+            pattern, what, default = _PG_OPTIONS[name]
+            if not re.fullmatch(pattern, unquote(text)):
+                raise ValueError(f"path: its option {name}: {text!r} is not {what}")
+            options[name] = type(default)(unquote(text))
         try:
-            found = self._driver.conninfo.conninfo_to_dict(
+            info = self._driver.conninfo.conninfo_to_dict(
                 base + "?" * bool(rest) + "&".join(rest)
             )
         except self._driver.Error as exc:
-            reason = self._clean(str(exc))
-            raise ValueError(f"path: {_masked(url)!r} is no URL: {reason}") from None
-        self._secrets |= {found[key] for key in found if "password" in key}
-        return options, found
+            # What it quotes may be of a password that is not percent-encoded.
+            reason = f"{url!r} is no URL of PostgreSQL's ({self._clean(str(exc))})"
+            if "@" in url:
+                reason = f"'{url.partition('://')[0]}://***' is no URL of PostgreSQL's"
+            raise ValueError(
+                f"path: {reason}; it may have libpq's options and"
+                f" {', '.join(_PG_OPTIONS)}"
+            ) from None
+        self._secrets |= {info[key] for key in info if "password" in key}
+        return options, info
 
     def _clean(self, text: str) -> str:
         """What may be shown of the driver's words: one line, no password."""
@@ -6248,15 +6027,21 @@ class _PostgresEngine(_SqlEngine):
 
     def _lend(self, lent: list[Any], deadline: float, make: bool) -> Any:
         self._check_open()
-        end = min(deadline, time.monotonic() + self._lock_timeout)
-        if not self._pool.lend(lent, end):
-            raise LockTimeoutError(
-                f"queue {self.path!r}: all {self._options['pool']} connections of its"
-                f" pool were in use for {self._lock_timeout:g} s; give the URL a larger"
-                " ?pool=",
-                path=self.path,
-                timeout=self._lock_timeout,
-            )
+        end, size = min(deadline, time.monotonic() + self._lock_timeout), self._options
+        with self._room:
+            while not self._free and len(self._links) >= size["pool"]:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise LockTimeoutError(
+                        f"queue {self.path!r}: all {size['pool']} connections of its"
+                        f" pool were in use for {self._lock_timeout:g} s; give the URL"
+                        " a larger ?pool=",
+                        path=self.path,
+                        timeout=self._lock_timeout,
+                    )
+                self._room.wait(min(left, 0.1))
+            lent.append(self._free.pop() if self._free else _PgLink())
+            self._links.add(lent[0])
         link = lent[0]
         if not link.usable():
             link.close()
@@ -6265,7 +6050,19 @@ class _PostgresEngine(_SqlEngine):
         return link
 
     def _give_back(self, lent: list[Any]) -> None:
-        self._pool.give_back(lent)
+        while lent:
+            link = lent.pop()
+            if not link.closed() and link.in_transaction():
+                with contextlib.suppress(Exception):  # then it is not usable
+                    link.execute("ROLLBACK")
+            if not link.usable() or self._closed:
+                link.close()
+            with self._room:
+                if link.closed():
+                    self._links.discard(link)
+                else:
+                    self._free.append(link)
+                self._room.notify()
 
     def _connect(self, link: _PgLink) -> None:
         """Give it a new connection that never waits beyond lock_timeout."""
@@ -6297,18 +6094,15 @@ class _PostgresEngine(_SqlEngine):
     def _set_up(self, link: _PgLink, milliseconds: int, idle: int) -> None:
         # Each statement is a few steps in an index.  The planner must not think
         # otherwise because its statistics were made while the queue was empty.
+        ways = ("seqscan", "bitmapscan", "hashjoin", "mergejoin", "sort")
         settings = {
+            **{f"enable_{way}": "off" for way in ways},
+            "jit": "off",
             "lock_timeout": milliseconds,
             "statement_timeout": min(6 * milliseconds, 2**31 - 1),
             "idle_in_transaction_session_timeout": milliseconds,
             "idle_session_timeout": 0,
             "default_transaction_isolation": "read committed",
-            "jit": "off",
-            "enable_seqscan": "off",
-            "enable_bitmapscan": "off",
-            "enable_hashjoin": "off",
-            "enable_mergejoin": "off",
-            "enable_sort": "off",
             "tcp_keepalives_idle": idle,
             "tcp_keepalives_interval": max(1, idle // 3),
             "tcp_keepalives_count": 3,
@@ -6317,13 +6111,10 @@ class _PostgresEngine(_SqlEngine):
         text = json.dumps({key: str(value) for key, value in settings.items()})
         self._do(link, _PG_SET_UP, settings=text)
 
-    def _begin(self, link: _SqlLink, write: bool, block: bool) -> None:
+    def _begin(self, link: _SqlLink, write: bool, block: bool) -> bool:
         if block:
-            link.execute("BEGIN", None)
-
-    def _commit(self, link: _SqlLink, block: bool) -> None:
-        if block:
-            link.execute("COMMIT", None)
+            link.execute("BEGIN")
+        return block
 
     def _judge(self, exc: Exception, link: Any) -> tuple[QueueError, bool, bool]:
         """Our error for the driver's; whether another try may help; whether
@@ -6352,22 +6143,17 @@ class _PostgresEngine(_SqlEngine):
         lost = isinstance(exc, OSError) or link.closed()
         return error, lost, lost
 
-    # Tables
-
-    def _has_tables(self, link: _SqlLink) -> bool:
-        keys = {"schema": self._options["schema"]}
-        return self._do(link, _PG_HAS_TABLES, **keys).fetchone() is not None
-
-    def _create(self, link: _SqlLink, there: bool) -> None:
+    def _create(self, link: _SqlLink) -> None:
         """One of all who come first makes them, the others wait for it."""
-        if not there:
+        if not self._row(link, _SQL_THERE, {})[0]:
             self._do(link, _PG_MAKERS)
-            there = self._has_tables(link)
-        if not there:
-            schema = self._options["schema"]
-            if not self._do(link, _PG_HAS_SCHEMA, schema=schema).fetchone():
-                self._do(link, f'CREATE SCHEMA "{schema}"')
-        super()._create(link, there)
+            schema = f'"{self._options["schema"]}"'
+            # The role may lack the right to, so only where there is none.
+            if link.execute(f"SELECT to_regnamespace('{schema}') IS NULL").fetchone()[
+                0
+            ]:
+                link.execute(f"CREATE SCHEMA {schema}")
+        super()._create(link)
 
     # The caller's transaction
 
@@ -6381,30 +6167,25 @@ class _PostgresEngine(_SqlEngine):
                 f" {type(connection).__name__}"
             )
         status = connection.info.transaction_status
-        if status == 0 and connection.autocommit:
+        if status not in (0, 2) or (status == 0 and connection.autocommit):
             raise ValueError(
-                "connection: no transaction is open on it, so this would commit by"
-                " itself; use it inside `with connection.transaction():`"
-            )
-        if status not in (0, 2):
-            raise ValueError(
-                f"connection: it cannot run a statement now ({status.name}); roll back"
-                " or reconnect first"
+                f"connection: no transaction is open on it to be part of ({status.name}"
+                "); use it inside `with connection.transaction():`"
             )
         if connection.info.encoding == "ascii":
             raise ValueError(
                 "connection: its client_encoding is SQL_ASCII, which gives bytes for"
                 " text; set it to UTF8"
             )
-        cursor = driver.Cursor(connection, row_factory=driver.rows.tuple_row)
+        link, types = _PgLink(), driver.types
+        link.pid, link.guest, link.connection = 0, True, connection
+        link.cursor = driver.Cursor(connection, row_factory=driver.rows.tuple_row)
         for name, loader in (
-            ("float8", driver.types.numeric.FloatLoader),
-            ("int8", driver.types.numeric.IntLoader),
-            ("text", driver.types.string.TextLoader),
+            ("float8", types.numeric.FloatLoader),
+            ("int8", types.numeric.IntLoader),
+            ("text", types.string.TextLoader),
         ):
-            cursor.adapters.register_loader(name, loader)
-        link = _SqlLink(connection, cursor)
-        link.guest = True
+            link.cursor.adapters.register_loader(name, loader)
         try:
             if connection not in self._guests:
                 self._check_home(link)
@@ -6413,33 +6194,27 @@ class _PostgresEngine(_SqlEngine):
                 yield link
             finally:
                 if connection.info.pipeline_status:  # wait for the last answer
-                    cursor.execute("SELECT 1").fetchone()
+                    link.execute("SELECT 1").fetchone()
         except driver.Error as exc:
             raise self._judge(exc, None)[0] from exc
 
     def _check_home(self, link: _SqlLink) -> None:
         """Its database must be ours, or nothing commits together."""
-        where = self._where(link)
+        where = self._row(link, _PG_WHERE, {})
         if where != self._home:  # or the tables were not there yet
-            self._home = self._run(self._where, make=True)
-            where = self._where(link)
+            self._home = self._run(self._row, _PG_WHERE, {}, make=True)
+            where = self._row(link, _PG_WHERE, {})
         if where != self._home:
             raise ValueError(
                 f"connection: it is to another database than queue {self.path!r}; only"
                 " the same one can commit both together"
             )
 
-    def _where(self, link: _SqlLink) -> Any:
-        return self._do(link, _PG_WHERE).fetchone()
-
-    def _in_transaction(self, link: _SqlLink) -> bool:
-        return link.connection.info.transaction_status in (2, 3)
-
     def _enter(self, link: _SqlLink) -> None:
         link.undo = "ROLLBACK TO SAVEPOINT tiny_queue"
-        link.execute("SAVEPOINT tiny_queue", {})
+        link.execute("SAVEPOINT tiny_queue")
 
-    # Puts and changes
+    # Puts, changes, takes
 
     def _run(
         self, body: Callable[..., Any], *args: Any, soon: bool = False, **options: Any
@@ -6484,21 +6259,17 @@ class _PostgresEngine(_SqlEngine):
             rows.append({"id": id, "rev": rev, "text": item.text, **row})
             if item.error is not None:
                 rows[-1]["error"] = _to_column(item.error)
-        found = self._do(link, _PG_PUT, jobs=json.dumps(rows)).fetchall()
+        found = self._rows(link, _PG_PUT, {"jobs": json.dumps(rows)})
         return {id: (created_at, run_at) for id, created_at, run_at, *_ in found}
 
     def _each(
-        self,
-        link: _SqlLink,
-        changes: Sequence[_Change],
-        owner: int = 0,
-        columns: str = "1",
+        self, link: Any, changes: Sequence[_Change], owner: int = 0, row: str = "1"
     ) -> list[Any]:
         rows, common = [], self._common(link)
         self._forget(changes)
         for text, group in itertools.groupby(changes, _sql_of):
-            keys = [{**common, **_sql_fields(change, owner)} for change in group]
-            sql = self._sql(f"{text} RETURNING {columns}, TELL, LAZY")
+            keys = [{**common, **_sql_keys(change, owner)} for change in group]
+            sql = self._sql(f"{text} RETURNING {row}, TELL, LAZY")
             if len(keys) == 1:
                 rows.append(link.execute(sql, keys[0]).fetchone())
             else:
@@ -6510,7 +6281,11 @@ class _PostgresEngine(_SqlEngine):
             if isinstance(change.fence, str) and change.token != change.fence:
                 self._tokens.pop(change.fence, None)
 
-    # Takes
+    def _remember(self, tokens: Sequence[str]) -> None:
+        """Which leases are unsettled, or of many the last."""
+        self._tokens.update(dict.fromkeys(tokens))
+        while len(self._tokens) > 10_000:
+            self._tokens.pop(next(iter(self._tokens)), None)
 
     def take(
         self,
@@ -6522,79 +6297,63 @@ class _PostgresEngine(_SqlEngine):
     ) -> _Taken:
         """Changes that a take must see, or too many for one statement with it,
         are made before it in the same transaction."""
-        call = self.fresh()
-        events = self._watch.events
-        session = self._holder(held)
+        call, session = self.fresh(), self._holder(held)
+        events, owner = self._watch.events, session.number if session else 0
         keys = {
             "n": n,
             "seconds": seconds,
-            "owner": session.number if session else 0,
+            "owner": owner,
             "above": above,
             "call": call,
         }
         due_now = any(one.state == "pending" and one.seconds <= 0 for one in changes)
         apart = due_now or len(changes) > _PG_TOGETHER
         made, rows, due = self._run(
-            self._take,
-            changes,
-            keys,
-            apart,
-            lazy=not changes,
-            block=apart,
-            soon=due_now,
-            nothing=([False] * len(changes), [], math.inf),
-        )
+            self._take, changes, keys, apart, lazy=not changes, block=apart,
+            soon=due_now, nothing=([False] * len(changes), [], math.inf),
+        )  # fmt: skip
         if not rows and due <= 0:
             try:
-                rows, due = self._run(self._take_due, keys, lazy=True)
+                _, rows, due = self._run(self._take, (), keys, True, lazy=True)
             except QueueError:
                 if not made:
                     raise  # else it is told at the next call
         jobs = [self._view(row[5:], session) for row in rows]
-        self._remember(jobs)
-        if jobs and session is not None and session is not self._session:
+        tokens = [cast(str, job.token) for job in jobs]
+        self._remember(tokens)
+        if tokens and session is not None and session is not self._session:
             # Lost meanwhile: these came too late to be renamed with the others.
-            self._rename(session, [cast(str, job.token) for job in jobs])
+            self._rename(session, tokens)
         return _Taken(made, jobs, (events, time.monotonic() + due))
 
     def _take(
         self, link: Any, changes: Sequence[_Change], keys: dict[str, Any], apart: bool
     ) -> tuple[list[bool], list[Any], float]:
+        """The rows of what was taken, or in how many seconds something is due;
+        without changes `apart` makes ready what has become due."""
         made: list[bool] = []
+        promoted = apart and not changes
         if changes and (apart or link.doubt):
             made = [row is not None for row in self._each(link, changes)]
             changes = ()
         if link.doubt:  # an earlier try may have leased, and nobody knew
-            rows = self._do(link, _PG_MINE, call=keys["call"]).fetchall()
+            rows = self._rows(link, _PG_MINE, {"call": keys["call"]})
             if rows:
                 return made, rows, math.inf
-        statements = []
+        if promoted:
+            self._do(link, _PG_DUE, n=max(keys["n"], _SQL_DUE))
         self._forget(changes)
         for number, change in enumerate(changes):
-            statements.append(_sql_of(change))
-            fields = _sql_fields(change, 0)
-            keys = {**keys, **{f"{key}_{number}": fields[key] for key in fields}}
-        sql = _pg_take(tuple(statements), keys["n"] == 1)
-        rows = self._do(link, sql, promoted=False, **keys).fetchall()
+            keys = {
+                **keys,
+                **{f"{k}_{number}": v for k, v in _sql_keys(change).items()},
+            }
+        sql = _pg_take(tuple(map(_sql_of, changes)), keys["n"] == 1)
+        rows = self._rows(link, sql, {**keys, "promoted": promoted})
         due, counts = rows[0][:2]
-        return (
-            made or list(map(bool, counts)),
-            [row for row in rows if row[4] is not None],
-            math.inf if due is None else due,
-        )
-
-    def _take_due(self, link: Any, keys: dict[str, Any]) -> tuple[list[Any], float]:
-        """Make ready what has become due, and take."""
-        if link.doubt:
-            rows = self._do(link, _PG_MINE, call=keys["call"]).fetchall()
-            if rows:
-                return rows, math.inf
-        self._do(link, _PG_DUE, n=max(keys["n"], _SQL_DUE))
-        sql = _pg_take((), keys["n"] == 1)
-        rows = self._do(link, sql, promoted=True, **keys).fetchall()
-        due = rows[0][0]
+        due = math.inf if due is None else due
         rows = [row for row in rows if row[4] is not None]
-        return rows, math.inf if due is None else due
+        return made or list(map(bool, counts)), rows, due
 
     # Who is alive
 
@@ -6617,18 +6376,15 @@ class _PostgresEngine(_SqlEngine):
                 )
             old = self._session
             if old is None or old.lost():
-                self._session = self._run(self._new_session, bare=True)
+                self._session = new = self._run(self._new_session, bare=True)
                 if self._closed:  # meanwhile
-                    self._session.close()
+                    new.close()
                 if old is not None:
                     old.close()
                     _log().warning(
                         "queue %r: lost the connection that proves that owner %d lives;"
-                        " it goes on as owner %d",
-                        self.path,
-                        old.number,
-                        self._session.number,
-                    )
+                        " it goes on as owner %d", self.path, old.number, new.number,
+                    )  # fmt: skip
                     self._rename(old, [*self._tokens])
             return self._session
         finally:
@@ -6642,7 +6398,7 @@ class _PostgresEngine(_SqlEngine):
         try:
             while True:
                 number = random.getrandbits(30) + 1
-                if self._do(link, _PG_LOCK, number=number).fetchone()[0]:
+                if self._row(link, _PG_LOCK, {"number": number})[0]:
                     return _PgSession(link, number)
         except (self._driver.Error, OSError) as exc:
             link.close()
@@ -6650,21 +6406,14 @@ class _PostgresEngine(_SqlEngine):
 
     def _rename(self, old: _PgSession, tokens: list[str]) -> None:
         """Let the session of now answer for these leases."""
-        keys = {"old": old.number, "owner": cast(_PgSession, self._session).number}
-        self._run(lambda link: self._do(link, _PG_RENAME, tokens=tokens, **keys))
-
-    def _remember(self, jobs: Sequence[Job]) -> None:
-        """Which leases are unsettled, or of many the last."""
-        tokens = self._tokens
-        tokens.update((cast(str, job.token), None) for job in jobs)
-        while len(tokens) > 10_000:
-            tokens.pop(next(iter(tokens)), None)
+        owner = cast(_PgSession, self._session).number
+        keys = {"old": old.number, "owner": owner, "tokens": tokens}
+        self._run(lambda link: self._do(link, _PG_RENAME, **keys))
 
     # Waiting, verifying, closing
 
     def wait(self, seen: object, seconds: float) -> None:
-        seen = seen or (self._watch.events, math.inf)
-        events, due = cast("tuple[int, float]", seen)
+        events, due = cast("tuple[int, float]", seen or (self._watch.events, math.inf))
         seconds = min(seconds, max(0.0, due - time.monotonic()))
         if seconds > 0:
             self._watch.wait(events, cast(Any, self._hear), seconds)
@@ -6689,18 +6438,20 @@ class _PostgresEngine(_SqlEngine):
 
     def _listen(self, session: _PgSession, seconds: float) -> bool:
         """Look twice: at once, and when what was put without telling, as others
-        were told just before, has been committed; see _telling()."""
-        link, answer = session.link, max(self._lock_timeout, self.SECONDS)
-        end = time.monotonic() + seconds
-        link.deadline = time.monotonic() + answer
+        were told just before, has been committed; see _run()."""
+        link, end = session.link, time.monotonic() + seconds
         session.told.clear()
+
+        def do(text: str) -> Any:
+            link.deadline = time.monotonic() + max(self._lock_timeout, self.SECONDS)
+            return self._do(link, text)
+
         try:
-            link.execute(f"LISTEN {self._channel}", {})
+            do(f"LISTEN {self._channel}")
             for pause in (_PG_QUIET, seconds):
-                link.deadline = time.monotonic() + answer
                 ready, due = False, None
                 if self._prepared(link, False):
-                    ready, due = self._do(link, _PG_PEEK).fetchone()
+                    ready, due = do(_PG_PEEK).fetchone()
                 if ready:
                     time.sleep(1e-3)  # or it would be a busy loop around a locked job
                     return True
@@ -6711,8 +6462,7 @@ class _PostgresEngine(_SqlEngine):
                     return True
             return False
         finally:
-            link.deadline = time.monotonic() + answer
-            link.execute(f"UNLISTEN {self._channel}", {})
+            do(f"UNLISTEN {self._channel}")
 
     def verify(self) -> list[Damage]:
         """Have the server read every job; its own checksums speak."""
@@ -6734,12 +6484,9 @@ class _PostgresEngine(_SqlEngine):
         self._closed = True
         self._watch.close()
         if self._session is not None:
-            try:
-                self._session.resign()
-            except (self._driver.Error, OSError):
-                pass  # then it ends with the connection
             self._session.close()
-        self._pool.close()
+        while self._free:
+            self._free.pop().close()
 
 
 _ENGINE_OF: dict[str, Callable[..., _Engine]] = {  # by URL scheme
