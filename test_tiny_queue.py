@@ -29,7 +29,7 @@ Linux, with PostgreSQL and the dev group's coverage.py, this shows it:
     coverage erase; TQ_LIGHT=1 coverage run -m unittest
     coverage combine -q; coverage report
 
-The helpers come first, each with its own small test; then one class per
+The helpers come first, with tests of what could mislead others; then one class per
 behaviour, under the banners of the module and in their order.  Tests assert
 on the live object first, then on a reopened one.  Claims about processes are
 tested with real processes, which tell their steps over a socket: no test
@@ -394,6 +394,7 @@ class Place:
 
     name = "File"
     engine = tq._FileEngine
+    loads = ""  # what a process imports that is to use a queue there
 
     def where(self, folder):
         """What Queue gets, in a fresh folder; `clean` is called at the end."""
@@ -412,39 +413,21 @@ class Place:
 
     def begun(self, where, pid):
         """Whether a process that is to use a queue has got as far as that."""
-        return os.path.exists(where)
+        maps = pathlib.Path(f"/proc/{pid}/maps")
+        if self.loads and maps.exists():  # Linux
+            return self.loads in maps.read_text()
+        return bool(self.loads) or self.exists(where)
 
     def gone(self, pid):
         """Return when all have noticed that a process was killed."""
 
-    def after_each_step(self, case, where, call):
-        """Call something whenever the module has released the lock file."""
-
-        def flock(fd, operation):
-            fcntl.flock(fd, operation)
-            if operation == fcntl.LOCK_UN:
-                call()
-
-        patch = patched("fcntl", flock=flock)
-        patch.start()
-        case.addCleanup(patch.stop)
-
-    def census(self, where, name="default"):
-        """Each job's state and attempts, read without the module."""
-        return {
-            id: (state, fields.get("attempts", 0))
-            for id, (state, fields) in census(where, name).items()
-        }
-
 
 class WatchedConnection(sqlite3.Connection):
     """Notes how each commit that changes something was synced: True, False, or
-    as "never", after which a database may not even open.  Calls after() after
-    each statement."""
+    as "never", after which a database may not even open."""
 
     changed = 0
     seen: list[object] = []
-    after = staticmethod(lambda: None)
 
     def cursor(self, *args):
         return super().cursor(WatchedCursor)
@@ -464,9 +447,7 @@ class WatchedCursor(sqlite3.Cursor):
     def execute(self, sql, *args):
         if sql.upper().split()[0] in ("COMMIT", "END"):
             self.connection.note()
-        super().execute(sql, *args)
-        self.connection.after()
-        return self
+        return super().execute(sql, *args)
 
 
 class SqlitePlace(Place):
@@ -474,73 +455,54 @@ class SqlitePlace(Place):
 
     name = "Sqlite"
     engine = tq._SqliteEngine
+    loads = "_sqlite3"
 
     def where(self, folder):
         return f"sqlite:///{folder}/jobs.db"
 
-    def exists(self, where):
-        return os.path.exists(where[len("sqlite:///") :])
+    def file(self, where):
+        return where[len("sqlite:///") :]
 
-    def begun(self, where, pid):
-        try:
-            return "_sqlite3" in pathlib.Path(f"/proc/{pid}/maps").read_text()
-        except FileNotFoundError:  # not Linux
-            return True
+    def exists(self, where):
+        return os.path.exists(self.file(where))
 
     def connect(self, where):
         """The application's own connection, outside of a transaction."""
-        return sqlite3.connect(where[len("sqlite:///") :], timeout=PATIENCE)
+        return sqlite3.connect(self.file(where), timeout=PATIENCE)
 
     def elsewhere(self, folder):
         """A connection to another database."""
         return self.connect(self.where(folder))
 
-    def rows(self, where, table):
-        if not self.exists(where):
-            return []
-        with contextlib.closing(self.connect(where)) as db:
-            db.row_factory = sqlite3.Row
-            return [dict(row) for row in db.execute(f"SELECT * FROM {table}")]
-
     def watch_commits(self, case, where):
         """A function that returns how each commit since its last call was
         synced; of connections that are made from now on."""
         seen: list[object] = []
-        self.watch(case, where, seen=seen)
-        return lambda: [seen.pop(0) for _ in list(seen)]
-
-    def after_each_step(self, case, where, call):
-        """Call something after each statement of connections made from now on."""
-        self.watch(case, where, after=staticmethod(call))
-
-    def watch(self, case, where, **members):
-        watched = type("Watched", (WatchedConnection,), members)
+        watched = type("Watched", (WatchedConnection,), {"seen": seen})
         connect = sqlite3.connect
 
         def watch(path, **options):
-            if where[len("sqlite:///") :] in path:
+            if self.file(where) in path:
                 options["factory"] = watched
             return connect(path, **options)
 
         patch = mock.patch.object(sqlite3, "connect", watch)
         patch.start()
         case.addCleanup(patch.stop)
+        return lambda: [seen.pop(0) for _ in list(seen)]
 
     def set_synced(self, conn, synced):
         """Let a connection of the application wait for its commits or not."""
         conn.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
 
     def raw(self, where):
-        tables = ("tiny_queue_queues", "tiny_queue_jobs")
-        return [self.rows(where, table) for table in tables]
-
-    def census(self, where, name="default"):
-        shown = {"ready": "pending", "delayed": "pending"}
-        return {
-            row["id"]: (shown.get(row["state"], row["state"]), row["attempts"])
-            for row in self.rows(where, "tiny_queue_jobs")
-            if row["queue"] == name
-        }
+        if not self.exists(where):
+            return []
+        with contextlib.closing(self.connect(where)) as db:
+            return [
+                db.execute(f"SELECT * FROM tiny_queue_{table}").fetchall()
+                for table in ("queues", "jobs")
+            ]
 
 
 class PostgresPlace(Place):
@@ -548,6 +510,7 @@ class PostgresPlace(Place):
 
     name = "Postgres"
     engine = tq._PostgresEngine
+    loads = "psycopg"
 
     def __init__(self, url):
         self.url = url
@@ -578,12 +541,6 @@ class PostgresPlace(Place):
     def exists(self, where):
         name = [self.schema(where)]
         return bool(self.ask("SELECT 1 FROM pg_namespace WHERE nspname = %s", name))
-
-    def begun(self, where, pid):
-        try:
-            return "psycopg" in pathlib.Path(f"/proc/{pid}/maps").read_text()
-        except FileNotFoundError:  # not Linux
-            return True
 
     def gone(self, pid):
         sql = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s"
@@ -631,20 +588,6 @@ class PostgresPlace(Place):
         )
         return f"{schema}.{table}"
 
-    def after_each_step(self, case, where, call):
-        """Call something after each statement of connections made from now on."""
-
-        class Cursor(psycopg.Cursor):
-            def execute(self, *args, **options):
-                super().execute(*args, **options)
-                call()
-                return self
-
-        connect = functools.partial(psycopg.connect, cursor_factory=Cursor)
-        patch = mock.patch.object(psycopg, "connect", connect)
-        patch.start()
-        case.addCleanup(patch.stop)
-
     def raw(self, where):
         if not self.exists(where):
             return []
@@ -653,17 +596,6 @@ class PostgresPlace(Place):
             self.ask(f"SELECT t::text FROM {schema}.tiny_queue_{table} AS t ORDER BY 1")
             for table in ("queues", "jobs")
         ]
-
-    def census(self, where, name="default"):
-        if not self.exists(where):
-            return {}
-        shown = {"ready": "pending", "delayed": "pending"}
-        columns = "SELECT id, state, attempts FROM"
-        table = f"{self.schema(where)}.tiny_queue_jobs WHERE queue = %s"
-        return {
-            id: (shown.get(state, state), attempts)
-            for id, state, attempts in self.ask(f"{columns} {table}", [name])
-        }
 
 
 def with_our_clock(run):
@@ -873,6 +805,14 @@ class Case(Limited):
         self.addCleanup(queue.close)
         return queue
 
+    def manual_clock(self, at=None):
+        """The module's clock from now on."""
+        clock = Clock(at)
+        patch = clock.patch()
+        patch.start()
+        self.addCleanup(patch.stop)
+        return clock
+
     def spawn(self, function, *args):
         child = Child(function, *args)
         child.place = self.place
@@ -933,6 +873,8 @@ class Case(Limited):
 
 
 class HelpersTest(Case):
+    """What could let other tests pass that should not."""
+
     def test_eventually_returns_the_value_or_fails(self):
         """eventually() returns what became true, and fails on what does not."""
         values = iter([0, None, 7])
@@ -940,61 +882,40 @@ class HelpersTest(Case):
         with self.assertRaises(AssertionError):
             eventually(lambda: False, timeout=0.01)
 
-    def test_patched_replaces_one_function_for_the_module_only(self):
-        """patched() changes what the module sees, and nothing else."""
-        with patched("os", getpid=lambda: -1):
-            self.assertEqual(tq.os.getpid(), -1)
-            self.assertGreater(os.getpid(), 0)
-            self.assertIs(tq.os.path, os.path)
-        self.assertIs(tq.os, os)
-
-    def test_clock_jumps(self):
-        """A Clock moves each of its two clocks by itself, or stands still."""
+    def test_a_clock_is_the_module_s_alone(self):
+        """Each of its two clocks moves by itself, or stands still."""
         clock = Clock(at=1000.0)
         clock.jump(5.0, mono=3600.0)
         with clock.patch():
             self.assertEqual(tq.time.time(), 1005.0)
             self.assertGreater(tq.time.monotonic(), time.monotonic() + 3599)
+            self.assertIs(tq.time.sleep, time.sleep)
+        self.assertIs(tq.time, time)
 
-    def test_child_talks_returns_and_fails(self):
-        """A Child hears, tells, returns its value and reports exceptions."""
+    def test_a_failure_in_a_child_or_a_thread_is_told(self):
+        """A Child hears, tells and returns its value, or its exception fails."""
         child = self.spawn(lambda link, n: link.hear() + n, 2)
         child.tell(40)
         self.assertEqual(child.hear(), 42)
         with self.assertRaisesRegex(AssertionError, "ZeroDivisionError"):
             self.spawn(lambda link: 1 // 0).hear()
+        with self.assertRaisesRegex(AssertionError, "ZeroDivisionError"):
+            self.run_threads(lambda: 1 // 0, lambda: None)
 
     def test_waits_sees_a_waiting_get(self):
         """waits() is true while a thread's get sleeps, and false after it."""
-        thread = threading.Thread(target=self.open().get, args=(0.5,))
+        thread = threading.Thread(target=self.open().get, args=(0.1,))
         thread.start()
         eventually(lambda: waits(thread))
         thread.join()
         self.assertFalse(waits(thread))
 
-    def test_run_threads_fails_if_a_thread_does(self):
-        """run_threads() joins all, and no exception in one goes unseen."""
-        done = []
-        self.run_threads(lambda: done.append(1), lambda: done.append(2))
-        self.assertEqual(sorted(done), [1, 2])
-        with self.assertRaises(AssertionError):
-            self.run_threads(lambda: 1 // 0)
-
-    def test_run_python_runs_a_fresh_interpreter(self):
-        """run_python() sees this repository's module."""
-        done = run_python("import sys, tiny_queue; print(sys.argv[1])", 5)
-        self.assertEqual((done.stdout.strip(), done.stderr), ("5", ""))
-
-    def test_seal_and_read_line_know_the_checksum(self):
-        """read_line() accepts what seal() closed, and nothing changed since."""
-        line = seal({"id": "a", "rev": 1, "payload": [1]})
-        self.assertEqual(read_line(line)["payload"], [1])
-        self.assertIsNone(read_line(line.replace(b"[1]", b"[2]")))
-
     def test_census_keeps_the_highest_rev(self):
-        """census() is the state of each job by the highest rev, done removed."""
+        """Of the lines whose checksum is right, success left out."""
+        line = seal({"id": "a", "rev": 4, "payload": [1]})
+        self.assertEqual(read_line(line)["payload"], [1])
         self.write("pending", b'{"id":"a","payload":1}\n{"id":"b","payload":2}\n')
-        self.write("inflight", b'{"id":"a","rev":2,"payload":1}\n')
+        self.write("inflight", line.replace(b"[1]", b"[2]"))
         self.write("dead", b'{"id":"a","rev":3,"payload":1}\n{"id":"c","payload":3}\n')
         self.write("inflight", b'{"id":"c","rev":2,"done":true}\n', "ab")
         found = {id: state for id, (state, _) in census(self.path).items()}
@@ -1008,15 +929,6 @@ class HelpersTest(Case):
             with self.assertRaises(OSError):
                 disk.write(file.fileno(), b"45")
 
-    def test_tree_and_fds(self):
-        """tree() leaves locks and empty files out; open_fds() counts."""
-        self.write("pending", b"x")
-        self.write("dead", b"")
-        self.assertEqual(list(tree(self.dir).values()), [b"x"])
-        before = open_fds()
-        with open(os.devnull):
-            self.assertIn(open_fds() - before, (0, 1))
-
 
 # Constants and errors
 # =============================================================================
@@ -1028,59 +940,40 @@ class ErrorsTest(Case):
             call(*args, **kwargs)
         message = str(caught.exception)
         self.assertTrue(message[0].islower() and message[-1] not in ".!", message)
+        self.assertIsInstance(caught.exception, tq.QueueError)
         return caught.exception
 
-    def test_every_error_is_a_queue_error(self):
-        """One except clause catches whatever a queue raises by itself."""
-        for (
-            name
-        ) in "DuplicateJob JobNotFound LeaseLost LockTimeout QueueClosed".split():
-            with self.subTest(name):
-                kind = getattr(tq, name + "Error")
-                self.assertTrue(issubclass(kind, tq.QueueError))
-                self.assertIn(name + "Error", tq.__all__)
-
     def test_errors_survive_pickling_with_their_data(self):
-        """A pickled error keeps its class, message and data attributes."""
-        for kind, data in (
-            (tq.QueueError, {"path": "p", "errno": 5}),
-            (tq.DuplicateJobError, {"id": "a", "state": "dead"}),
-            (tq.JobNotFoundError, {"id": "a"}),
-            (tq.LeaseLostError, {"id": "a", "token": "t"}),
-            (tq.LockTimeoutError, {"path": "p", "timeout": 1.5, "pid": 7}),
-            (tq.QueueClosedError, {"path": "p"}),
+        """A public QueueError each, they keep class, message and data attributes."""
+        for name, data in (
+            ("QueueError", {"path": "p", "errno": 5}),
+            ("DuplicateJobError", {"id": "a", "state": "dead"}),
+            ("JobNotFoundError", {"id": "a"}),
+            ("LeaseLostError", {"id": "a", "token": "t"}),
+            ("LockTimeoutError", {"path": "p", "timeout": 1.5, "pid": 7}),
+            ("QueueClosedError", {"path": "p"}),
         ):
-            for copied in (
-                pickle.loads(pickle.dumps(kind("what: why", **data))),
-                copy.deepcopy(kind("what: why", **data)),
-            ):
-                self.assertIs(type(copied), kind)
+            error = getattr(tq, name)("what: why", **data)
+            self.assertIn(name, tq.__all__)
+            for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+                self.assertIs(type(copied), type(error))
                 self.assertEqual(str(copied), "what: why")
                 found = {name: getattr(copied, name) for name in data}
                 self.assertEqual(found, data)
 
-    def test_duplicate_names_id_and_state(self):
-        """DuplicateJobError says which id, and in which state it is alive."""
+    def test_errors_name_the_job(self):
+        """Its id, with its state or the token that lost."""
         queue = self.open()
         queue.put(1, id="a")
         error = self.raised(tq.DuplicateJobError, queue.put, 2, id="a")
         self.assertEqual((error.id, error.state), ("a", "pending"))
         self.assertIn("'a'", str(error))
-
-    def test_not_found_names_the_id(self):
-        """JobNotFoundError says which id is unknown, in find and requeue."""
-        queue = self.open()
-        for call in (queue.find, queue.requeue_dead):
-            self.assertEqual(self.raised(tq.JobNotFoundError, call, "x").id, "x")
-
-    def test_lost_lease_names_id_and_token(self):
-        """LeaseLostError carries the id and the token that lost."""
-        queue = self.open()
-        queue.put(1, id="a")
         job = queue.get()
         queue.task_done(job)
         error = self.raised(tq.LeaseLostError, queue.task_done, job)
         self.assertEqual((error.id, error.token), ("a", job.token))
+        for call in (queue.find, queue.requeue_dead):
+            self.assertEqual(self.raised(tq.JobNotFoundError, call, "x").id, "x")
 
     def test_a_closed_queue_names_its_path(self):
         """Every method of a closed queue raises QueueClosedError."""
@@ -1088,17 +981,14 @@ class ErrorsTest(Case):
         queue.put(1)
         job = queue.get()
         queue.close()
-        for call in (
-            lambda: queue.put(1), lambda: queue.put_many([1]), queue.get,
-            lambda: queue.get(timeout=None), lambda: queue.task_done(job),
-            lambda: queue.bury(job, "x"), lambda: queue.release(job),
-            lambda: queue.extend(job), lambda: queue.cancel("a"),
-            queue.requeue_dead, queue.reap_stale, lambda: list(queue.jobs()),
-            lambda: queue.find("a"), queue.stats, lambda: len(queue),
-            lambda: queue.purge("dead"), queue.compact, queue.verify,
-            lambda: list(queue.dead_letter()), lambda: queue.get_many(2),
+        for name, *args in (
+            ("put", 1), ("put_many", [1]), ("get",), ("get", None), ("get_many", 2),
+            ("task_done", job), ("bury", job, "x"), ("release", job), ("extend", job),
+            ("cancel", "a"), ("requeue_dead",), ("reap_stale",), ("jobs",),
+            ("find", "a"), ("stats",), ("__len__",), ("purge", "dead"), ("compact",),
+            ("verify",), ("dead_letter",),
         ):  # fmt: skip
-            error = self.raised(tq.QueueClosedError, call)
+            error = self.raised(tq.QueueClosedError, getattr(queue, name), *args)
             self.assertEqual(error.path, self.path)
 
 
@@ -1107,74 +997,47 @@ class ErrorsTest(Case):
 
 
 class JobTest(Case):
-    FIELDS = (
-        "id payload state attempts priority created_at run_at leased_at"
-        " lease_until last_error max_retries token"
-    ).split()
+    FIELDS = dict(
+        id="a", payload={"n": [1, "é"]}, state="inflight", attempts=1, priority=3,
+        created_at=1e9, run_at=0.0, leased_at=1e9, lease_until=1e9 + 300,
+        last_error=None, max_retries=7,
+    )  # fmt: skip
 
-    def job(self, **options):
-        queue = self.open()
-        queue.put({"n": [1, "é"]}, id="a", priority=3, max_retries=7, **options)
-        return queue.get()
+    def job(self):
+        with Clock(at=1e9).patch():
+            queue = self.open()
+            queue.put({"n": [1, "é"]}, id="a", priority=3, max_retries=7)
+            return queue.get()
 
     def test_a_leased_job_has_every_field(self):
-        """The Job of a get() carries each documented attribute."""
-        with Clock(at=1e9).patch():
-            job = self.job()
-        found = {name: getattr(job, name) for name in self.FIELDS}
-        token = found.pop("token")
-        self.assertTrue(isinstance(token, str) and token)
-        self.assertEqual(
-            found,
-            dict(
-                id="a", payload={"n": [1, "é"]}, state="inflight", attempts=1,
-                priority=3, created_at=1e9, run_at=0.0, leased_at=1e9,
-                lease_until=1e9 + 300, last_error=None, max_retries=7,
-            ),
-        )  # fmt: skip
-
-    def test_a_put_returns_the_job_that_is_found_later(self):
-        """The Job of a put() equals the one that find() reads from disk."""
-        queue = self.open()
-        for options in ({}, {"delay": 60.0}, {"id": "x", "priority": -4}):
-            job = queue.put({"a": 1}, **options)
-            self.assertEqual(job.state, "pending")
-            self.assertEqual(job.attempts, 0)
-            self.assertIsNone(job.token)
-            for view in self.views(queue):
-                self.assertEqual(view.find(job.id), job)
-
-    def test_immutable(self):
-        """No attribute of a Job can be set, added or deleted."""
+        """Each documented attribute, which can be neither set nor deleted."""
         job = self.job()
-        for name in [*self.FIELDS, "other"]:
+        self.assertEqual({n: getattr(job, n) for n in self.FIELDS}, self.FIELDS)
+        self.assertTrue(isinstance(job.token, str) and job.token)
+        for name in [*self.FIELDS, "token", "other"]:
             with self.assertRaises(AttributeError):
                 setattr(job, name, 1)
             with self.assertRaises(AttributeError):
                 delattr(job, name)
         self.assertEqual(job.id, "a")
 
+    def test_a_put_returns_the_job_that_is_found_later(self):
+        """The Job of a put() equals the one that find() reads from disk."""
+        queue = self.open()
+        for options in ({}, {"delay": 60.0}, {"id": "x", "priority": -4}):
+            job = queue.put({"a": 1}, **options)
+            self.assertEqual((job.state, job.attempts), ("pending", 0))
+            self.assertIsNone(job.token)
+            for view in self.views(queue):
+                self.assertEqual(view.find(job.id), job)
+
     def test_truthy_even_with_an_empty_payload(self):
         """`if job:` asks whether there is one, whatever its payload."""
-        queue = self.open()
         for payload in (None, 0, "", [], {}, False):
-            queue.put(payload)
-            job = queue.get()
-            self.assertTrue(job)
-            self.assertEqual(job.payload, payload)
-
-    def test_equal_jobs_have_equal_hashes(self):
-        """Jobs are values: equal if all fields are, and usable in sets."""
-        job = self.job()
-        same = pickle.loads(pickle.dumps(job))
-        self.assertEqual(job, same)
-        self.assertEqual(len({job, same}), 1)
-        self.assertNotEqual(job, tq.Job("a", 1))
-        self.assertNotEqual(job, "a")
-        self.assertFalse(job == 5)
+            self.assertTrue(tq.Job("a", payload))
 
     def test_a_copied_or_pickled_job_can_settle(self):
-        """Pickle and copy keep all fields, the token included."""
+        """Jobs are values: equal and of one hash if all fields are, the token too."""
         for duplicate in (
             lambda job: pickle.loads(pickle.dumps(job)),
             copy.copy,
@@ -1182,11 +1045,24 @@ class JobTest(Case):
         ):
             job = self.job()
             twin = duplicate(job)
-            self.assertEqual(twin, job)
-            self.assertEqual(twin.token, job.token)
+            self.assertEqual((twin, twin.token), (job, job.token))
+            self.assertEqual(len({job, twin}), 1)
             queue = self.open()
             queue.task_done(twin)
             self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+            self.assertNotEqual(job, tq.Job("a", 1))
+            self.assertFalse(job == "a")
+
+    def test_a_pickled_job_keeps_its_crashes(self):
+        """Released, it is still one that a holder died of, and waits longer when
+        the next one dies, too."""
+        queue = self.open(backoff=lambda n: 60)
+        queue.put(1, id="a")
+        queue.get()
+        queue.reap_stale(0)
+        queue.release(pickle.loads(pickle.dumps(queue.get())))
+        queue.get()
+        self.assertEqual((queue.reap_stale(0), queue.stats().delayed), (1, 1))
 
     def test_repr_shows_no_payload(self):
         """A Job ends up in logs, and payloads must not."""
@@ -1197,32 +1073,16 @@ class JobTest(Case):
 
 class ExponentialTest(Case):
     def test_grows_to_the_cap(self):
-        """Without jitter the delays are base * factor ** (n - 1), capped."""
+        """Without jitter the delays are base * factor ** (n - 1), capped; an attempt
+        beyond all floats and a pickled copy give the same."""
         backoff = tq.exponential(base=2, factor=3, cap=50, jitter=0)
-        self.assertEqual([backoff(n) for n in (1, 2, 3, 4)], [2, 6, 18, 50])
-
-    def test_never_overflows(self):
-        """A huge attempt gives the cap, not an OverflowError."""
-        self.assertEqual(tq.exponential(jitter=0)(10**6), 3600)
+        for each in (backoff, pickle.loads(pickle.dumps(backoff))):
+            self.assertEqual(list(map(each, (1, 2, 3, 4, 10**6))), [2, 6, 18, 50, 50])
 
     def test_jitter_stays_within_its_share(self):
         """Delays spread by at most the jitter in both directions."""
         found = [tq.exponential(base=100, jitter=0.1)(1) for _ in range(300)]
         self.assertTrue(90 <= min(found) < 97 and 103 < max(found) <= 110)
-
-    def test_refuses_bad_numbers(self):
-        """Nonsense is refused when the backoff is made, not when it is asked."""
-        for bad in (
-            {"base": -1}, {"base": math.nan}, {"factor": 0}, {"cap": math.inf},
-            {"jitter": 2}, {"jitter": -0.1},
-        ):  # fmt: skip
-            self.assertRaises(ValueError, tq.exponential, **bad)
-        self.assertRaises(TypeError, tq.exponential, base="1")
-
-    def test_pickles(self):
-        """A Queue with this backoff can be sent to another process."""
-        backoff = pickle.loads(pickle.dumps(tq.exponential(base=5, jitter=0)))
-        self.assertEqual(backoff(1), 5)
 
 
 # Queue
@@ -1230,178 +1090,95 @@ class ExponentialTest(Case):
 
 
 class ArgumentsTest(Case):
-    def refuse(self, kind, call, *args, **kwargs):
-        """The call raises, and not a byte on disk has changed."""
-        before = tree(self.dir)
-        with self.subTest(f"{args} {kwargs}"):
-            self.assertRaises(kind, call, *args, **kwargs)
-            self.assertEqual(tree(self.dir), before)
+    LEASED, PENDING = tq.Job("a", 1), tq.Job("a", 1)
+    # Verb, its first arguments, options with what is a TypeError, a ValueError
+    WRONG = (
+        ("exponential", [], {"base": ("1",)},
+         {"base": (-1, math.nan), "factor": (0,), "cap": (math.inf,),
+          "jitter": (2, -0.1)}),
+        ("Queue", [], {"path": (None, 5, b"jobs", ["jobs"])}, {"path": ("", "a\0b")}),
+        ("Queue", ["jobs"],
+         {"name": (5, None, b"a"), "backoff": (5,), "lock_timeout": ("1", None),
+          "max_retries": ("3", True, 1.0, None), "lease_timeout": ("1", None, True)},
+         {"max_retries": (-1,), "lease_timeout": (0, -1, math.nan, math.inf),
+          "lock_timeout": (-1, math.nan)}),
+        ("put", [1],
+         {"delay": ("1", None, True), "at": ("1", datetime.datetime(2030, 1, 1)),
+          "id": (5, b"a"), "priority": (1.5, True, "high", None),
+          "max_retries": (1.5, False)},
+         {"delay": (-1, math.nan, math.inf, 10**400), "at": (math.nan,),
+          "id": ("", "x" * 256, "a\nb", "\x85", "\x7f"), "max_retries": (-1,),
+          "priority": (2**31, -(2**31) - 1, 2**70), "exist_ok": (True,)}),
+        ("put_many", [], {"payloads": ("text", b"text", {"a": 1}, 5, None, [1, {2}])},
+         {"payloads": ([1, math.nan],)}),
+        ("put_many", [[1, 2]],
+         {"ids": ("ab", [5, 6], [None, "a"]), "delay": ("1",), "priority": (1.0,)},
+         {"ids": (["a"], ["a", "a"], ["a", ""]), "delay": (-1,)}),
+        ("get", [], {"timeout": ("1", True), "lease_timeout": ("1",)},
+         {"timeout": (-1, math.nan), "lease_timeout": (0, -5, math.inf)}),
+        ("get_many", [], {"n": ("1", 1.0, None, True)}, {"n": (0, -1)}),
+        # An error in the place of success would settle a failure as done.
+        ("task_done", [LEASED],
+         {"success": ("boom", ValueError("boom"), None, 0, 1)},
+         {"error": ("e",), "delay": (1,)}),
+        ("task_done", [LEASED, False], {"delay": ("1",)}, {"delay": (-1, math.nan)}),
+        ("release", [LEASED], {"delay": ("1",)}, {"delay": (-1,)}),
+        ("extend", [LEASED], {"seconds": ("1",)},
+         {"seconds": (0, -1, math.inf, math.nan)}),
+        ("cancel", [], {"id": (5, None)}, {"id": ("", "a\n")}),
+        ("find", [], {"id": (5, None)}, {"id": ("", "a\n")}),
+        ("requeue_dead", [], {"id": (5,)}, {"id": ("", "a\n")}),
+        ("reap_stale", [], {"older_than_seconds": ("1",)},
+         {"older_than_seconds": (-1, math.nan)}),
+        ("purge", ["dead"], {"older_than": ("1",)}, {"older_than": (-1, math.nan)}),
+        ("purge", [], {"state": (None,)}, {"state": ("done",)}),
+        ("jobs", [], {"state": (5,), "limit": (1.5,)},
+         {"state": ("delayed",), "limit": (-1,)}),
+        ("task_done", [], {"job": (None, "a", {"id": "a"})}, {"job": (PENDING,)}),
+        ("release", [], {"job": (None,)}, {"job": (PENDING,)}),
+        ("extend", [], {"job": (None,)}, {"job": (PENDING,)}),
+        ("bury", [None], {"error": ("x",)}, {}),
+        ("bury", [PENDING], {}, {"error": ("x",)}),
+    )  # fmt: skip
 
-    def test_wrong_types_of_the_constructor(self):
-        """Queue() refuses wrong types and makes nothing."""
-        for bad in (
-            {"name": 5}, {"name": None}, {"name": b"a"}, {"max_retries": "3"},
-            {"max_retries": True}, {"max_retries": 1.0}, {"max_retries": None},
-            {"backoff": 5}, {"lease_timeout": "1"}, {"lease_timeout": None},
-            {"lease_timeout": True}, {"lock_timeout": "1"}, {"lock_timeout": None},
-        ):  # fmt: skip
-            self.refuse(TypeError, tq.Queue, self.path, **bad)
-        for bad in (None, 5, b"jobs", ["jobs"]):
-            self.refuse(TypeError, tq.Queue, bad)
-        self.assertRaises(TypeError, tq.Queue, self.path, "default", 5)
-        self.assertEqual(os.listdir(self.dir), [])
-
-    def test_wrong_values_of_the_constructor(self):
-        """Queue() refuses wrong values and makes nothing."""
-        for bad in (
-            {"max_retries": -1}, {"lease_timeout": 0}, {"lease_timeout": -1},
-            {"lease_timeout": math.nan}, {"lease_timeout": math.inf},
-            {"lock_timeout": -1}, {"lock_timeout": math.nan},
-        ):  # fmt: skip
-            self.refuse(ValueError, tq.Queue, self.path, **bad)
-        for bad in ("", "a\0b"):
-            self.refuse(ValueError, tq.Queue, bad)
-        self.assertEqual(os.listdir(self.dir), [])
-
-    def test_wrong_arguments_of_put(self):
-        """put() refuses wrong options with nothing written."""
-        queue = self.open()
-        for bad in (
-            {"delay": "1"}, {"delay": None}, {"delay": True}, {"at": "1"},
-            {"at": datetime.datetime(2030, 1, 1)}, {"id": 5}, {"id": b"a"},
-            {"priority": 1.5}, {"priority": True}, {"priority": "high"},
-            {"priority": None}, {"max_retries": 1.5}, {"max_retries": False},
-        ):  # fmt: skip
-            self.refuse(TypeError, queue.put, 1, **bad)
-        for bad in (
-            {"delay": -1}, {"delay": math.nan}, {"delay": math.inf}, {"at": math.nan},
-            {"delay": 1, "at": 5.0}, {"id": ""}, {"id": "x" * 256}, {"id": "a\nb"},
-            {"id": "\x85"}, {"id": "\x7f"}, {"priority": 2**31}, {"delay": 10**400},
-            {"priority": -(2**31) - 1}, {"priority": 2**70}, {"max_retries": -1},
-            {"exist_ok": True},
-        ):  # fmt: skip
-            self.refuse(ValueError, queue.put, 1, **bad)
-        self.assertEqual(os.path.exists(self.path), False)
-
-    def test_wrong_arguments_of_put_many(self):
-        """put_many() refuses wrong options, ids and payloads, all or nothing."""
-        queue = self.open()
-        for bad in (
-            ("text",), (b"bytes",), ({"a": 1},), (5,), (None,), ([1, {2}],),
-        ):  # fmt: skip
-            self.refuse(TypeError, queue.put_many, *bad)
-        many = queue.put_many
-        self.refuse(TypeError, many, [1], ids="a")
-        self.refuse(TypeError, many, [1], ids=[5])
-        self.refuse(TypeError, many, [1], ids=[None])
-        self.refuse(TypeError, many, [1], delay="1")
-        self.refuse(TypeError, many, [1], priority=1.0)
-        self.refuse(ValueError, many, [1, 2], ids=["a"])
-        self.refuse(ValueError, many, [1, 2], ids=["a", "a"])
-        self.refuse(ValueError, many, [1, 2], ids=["a", ""])
-        self.refuse(ValueError, many, [1, math.nan])
-        self.refuse(ValueError, many, [1], delay=-1)
-
-    def test_wrong_arguments_of_get(self):
-        """get() and get_many() refuse wrong options; no job is leased."""
-        queue = self.open()
-        queue.put(1)
-        for bad in ({"timeout": "1"}, {"timeout": True}, {"lease_timeout": "1"}):
-            self.refuse(TypeError, queue.get, **bad)
-        for bad in (
-            {"timeout": -1}, {"timeout": math.nan}, {"lease_timeout": 0},
-            {"lease_timeout": -5}, {"lease_timeout": math.inf},
-        ):  # fmt: skip
-            self.refuse(ValueError, queue.get, **bad)
-        for bad in ("1", 1.0, None, True):
-            self.refuse(TypeError, queue.get_many, bad)
-        for bad in (0, -1):
-            self.refuse(ValueError, queue.get_many, bad)
-        self.assertEqual(queue.stats().inflight, 0)
-
-    def test_wrong_arguments_of_settling(self):
-        """task_done, bury, release and extend refuse with nothing changed."""
-        queue = self.open()
-        queue.put(1)
-        job = queue.get()
-        for call in (
-            queue.task_done, lambda job: queue.bury(job, "x"), queue.release,
-            queue.extend,
-        ):  # fmt: skip
-            for bad in (None, "a", {"id": job.id}):
-                self.refuse(TypeError, call, bad)
-            self.refuse(ValueError, call, tq.Job("a", 1))  # not leased
-        self.refuse(TypeError, queue.task_done, job, False, delay="1")
-        self.refuse(ValueError, queue.task_done, job, False, delay=-1)
-        self.refuse(ValueError, queue.task_done, job, False, delay=math.nan)
-        self.refuse(TypeError, queue.release, job, "1")
-        self.refuse(ValueError, queue.release, job, -1)
-        self.refuse(TypeError, queue.extend, job, "1")
-        for bad in (0, -1, math.inf, math.nan):
-            self.refuse(ValueError, queue.extend, job, bad)
-        queue.task_done(job)
-
-    def test_wrong_arguments_of_the_rest(self):
-        """Every other method refuses wrong arguments with nothing changed."""
+    def test_wrong_types_and_values_are_refused(self):
+        """By TypeError and ValueError, with not a byte on disk changed."""
         queue = self.open()
         queue.put(1, id="a")
-        for call in (queue.cancel, queue.find, queue.requeue_dead):
-            self.refuse(TypeError, call, 5)
-            self.refuse(ValueError, call, "")
-            self.refuse(ValueError, call, "a\n")
-        for call in (queue.reap_stale, lambda age: queue.purge("dead", age)):
-            self.refuse(TypeError, call, "1")
-            self.refuse(ValueError, call, -1)
-            self.refuse(ValueError, call, math.nan)
-        self.refuse(TypeError, queue.purge, None)
-        self.refuse(ValueError, queue.purge, "done")
-        self.refuse(TypeError, queue.jobs, 5)
-        self.refuse(ValueError, queue.jobs, "delayed")
-        self.refuse(TypeError, queue.jobs, limit=1.5)
-        self.refuse(ValueError, queue.jobs, limit=-1)
+        job, before = queue.get(), tree(self.dir)
+        for verb, first, *rows in self.WRONG:
+            call = getattr(tq, verb, None) or getattr(queue, verb)
+            args = [job if arg is self.LEASED else arg for arg in first]
+            for kind, options in zip((TypeError, ValueError), rows):
+                for option, wrong in options.items():
+                    for value in wrong:
+                        with self.subTest(verb, **{option: value}):
+                            self.assertRaises(kind, call, *args, **{option: value})
+                            self.assertEqual(tree(self.dir), before)
+        self.assertRaises(ValueError, queue.put, 1, delay=1, at=5.0)
+        queue.task_done(job, False)
         self.assertEqual([job.id for job in queue.jobs()], ["a"])
 
     def test_options_are_keyword_only(self):
         """Optional parameters cannot be given by position by mistake."""
         queue = self.open()
+        self.assertRaises(TypeError, tq.Queue, self.path, "default", 5)
         self.assertRaises(TypeError, queue.put, 1, 5)
         self.assertRaises(TypeError, queue.put_many, [1], ["a"])
         self.assertRaises(TypeError, queue.get, 0.0, 5.0)
+        self.assertFalse(os.path.exists(self.path))
 
     def test_path_may_be_a_pathlike_and_is_made_absolute(self):
-        """A relative path means the same directory after a chdir."""
+        """A relative path means the same directory after a chdir; the repr has it."""
         here = os.getcwd()
         self.addCleanup(os.chdir, here)
         os.chdir(self.dir)
-        queue = self.open(path=pathlib.Path("jobs"))
+        queue = self.open(path=pathlib.Path("jobs"), name="mail")
         os.chdir(here)
         queue.put(1)
         self.assertEqual(os.path.realpath(queue.path), os.path.realpath(self.path))
-        self.assertDrains(self.open(), [1])
-
-    def test_success_is_a_bool(self):
-        """An error in its place would settle a failure as done."""
-        queue = self.open()
-        queue.put(1)
-        job = queue.get()
-        for bad in ("boom", ValueError("boom"), None, 0, 1):
-            self.refuse(TypeError, queue.task_done, job, bad)
-        queue.task_done(job, False)
-
-    def test_success_takes_neither_error_nor_delay(self):
-        """They are refused, and the lease stays what it is."""
-        queue = self.open()
-        queue.put(1, id="a")
-        job = queue.get()
-        for options in ({"error": "e"}, {"delay": 1}):
-            self.assertRaises(ValueError, queue.task_done, job, **options)
-        for view in self.views(queue):
-            self.assertEqual(view.find("a").token, job.token)
-
-    def test_repr_names_the_queue(self):
-        """The absolute path, and the name."""
-        queue = self.open(name="mail")
-        self.assertEqual(repr(queue), f"Queue({self.path!r}, 'mail')")
+        self.assertEqual(repr(queue), f"Queue({queue.path!r}, 'mail')")
+        self.assertDrains(self.open(name="mail"), [1])
 
 
 class NamesTest(Case):
@@ -1422,9 +1199,7 @@ class NamesTest(Case):
         for queue in queues:
             queue.put(queue.name, id="same")
         for queue in queues:
-            for view in self.views(queue):
-                self.assertEqual(len(view), 1)
-            self.assertDrains(queue, [queue.name])
+            self.assertHolds(queue, [queue.name])
 
     def test_an_unknown_scheme_is_refused_with_the_known(self):
         """A path with :// is a URL, never a file."""
@@ -1460,7 +1235,7 @@ class PayloadsTest(Case):
         ):  # fmt: skip
             with self.subTest(type(bad)):
                 self.assertRaises((TypeError, ValueError), queue.put, bad)
-                self.assertEqual(self.place.raw(self.path), before)
+        self.assertEqual(self.place.raw(self.path), before)
         queue.put("after")
         self.assertDrains(queue, ["before", "after"])
 
@@ -1483,44 +1258,24 @@ class PayloadsTest(Case):
             endless = endless[0]
         self.assertDrains(self.open(), [deep, "[" * 5000])
 
-    def test_keys_and_tuples_follow_the_json_module(self):
-        """What get() returns is what json makes of the payload."""
+    def test_payloads_come_back_as_json_makes_them(self):
+        """Keys and tuples follow the json module, numbers are exact, and what the
+        caller changes after put() is not seen."""
         queue = self.open()
-        for payload in (
-            {1: "a"},
-            {1: "a", "1": "b"},
-            (1, 2),
-            {"t": (None, True)},
-            {2.5: 1, None: 2},
-            1e300,
-        ):
+        late = {"a": [1]}
+        payloads = (
+            {1: "a"}, {1: "a", "1": "b"}, (1, 2), {"t": (None, True)},
+            {2.5: 1, None: 2}, 1e300, 2**53 + 1, -(10**300), 10**4000, 0.1, 5e-324,
+            late,
+        )  # fmt: skip
+        want = [json.loads(json.dumps(payload)) for payload in payloads]
+        for payload in payloads:
             queue.put(payload)
-            want = json.loads(json.dumps(payload))
-            self.assertEqual(queue.get().payload, want)
-
-    def test_mutation_after_put_changes_nothing(self):
-        """The payload is what it was when put() was called."""
-        queue = self.open()
-        payload = {"a": [1]}
-        queue.put(payload)
-        payload["a"].append(2)
-        for view in self.views(queue):
-            self.assertEqual(next(view.jobs()).payload, {"a": [1]})
-
-    def test_any_text_comes_back_as_it_was(self):
-        """Surrogates, separators and controls survive in payload and error."""
-        texts = self.TEXTS
-        queue = self.open(max_retries=0)
-        for text in texts:
-            queue.put({text: text})
-        for text in texts:
-            job = queue.get()
-            self.assertEqual(job.payload, {text: text})
-            queue.task_done(job, False, text)
-        for view in self.views(queue):
-            dead = list(view.dead_letter())
-            self.assertEqual([job.last_error for job in dead], list(texts))
-            self.assertEqual([job.payload for job in dead], [{t: t} for t in texts])
+        late["a"].append(2)
+        self.assertHolds(queue, want)
+        self.assertDrains(queue, want)
+        if hasattr(sys, "set_int_max_str_digits"):  # it would not be read again
+            self.assertRaises(ValueError, queue.put, 10**5000)
 
     TEXTS = (
         "\udcff", "\x00", "\U0001f600", "\u2028\u2029", "\x85", "\x0b\x0c\x1c",
@@ -1528,17 +1283,25 @@ class PayloadsTest(Case):
         '"a"', "\\x", "\udcff\\", "",
     )  # fmt: skip
 
-    @of_files
-    def test_any_text_is_one_line(self):
-        """The file stays one sound UTF-8 line per job, whatever the text."""
+    def test_any_text_comes_back_as_it_was(self):
+        """Surrogates, separators and controls survive in payload and error; in files
+        each record is one sound line."""
         queue = self.open(max_retries=0)
+        queue.put_many([{text: text} for text in self.TEXTS])
         for text in self.TEXTS:
-            queue.put({text: text})
-        self.assertEqual(len(file_lines(self.path, "pending")), len(self.TEXTS))
-        for text in self.TEXTS:
-            queue.task_done(queue.get(), False, text)
+            job = queue.get()
+            self.assertEqual(job.payload, {text: text})
+            queue.task_done(job, False, text)
+        for view in self.views(queue):
+            dead = list(view.dead_letter())
+            self.assertEqual([job.last_error for job in dead], list(self.TEXTS))
+            self.assertEqual(
+                [[*job.payload] for job in dead], [[t] for t in self.TEXTS]
+            )
         for state in STATES:
-            self.assertNotIn(None, map(read_line, file_lines(self.path, state)))
+            lines = file_lines(self.path, state)
+            self.assertIn(len(lines), (0, len(self.TEXTS)))
+            self.assertNotIn(None, map(read_line, lines))
 
     def test_any_id_comes_back_as_it_was(self):
         """Ids hold any text without control characters."""
@@ -1556,32 +1319,6 @@ class PayloadsTest(Case):
             queue.task_done(job)
         self.assertEqual(len(self.open()), 0)
 
-    def test_locale_does_not_matter(self):
-        """A process in the C locale reads and writes the same text."""
-        self.open().put({"é": "\u2028\udcff"}, id="\U0001f600")
-        code = (
-            "import sys, tiny_queue as tq; q = tq.Queue(sys.argv[1]); j = q.get();"
-            "q.put(j.payload); q.task_done(j); print(ascii([j.id, j.payload]))"
-        )
-        done = run_python(
-            code, self.path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"
-        )
-        want = ascii(["\U0001f600", {"é": "\u2028\udcff"}])
-        self.assertEqual((done.stdout.strip(), done.stderr), (want, ""))
-        self.assertDrains(self.open(), [{"é": "\u2028\udcff"}])
-
-    def test_large_numbers_are_exact_or_refused(self):
-        """Integers come back exactly; those that Python may refuse to read
-        again are refused at put."""
-        queue = self.open()
-        for number in (2**53 + 1, -(10**300), 10**4000, 0.1, 5e-324):
-            queue.put(number)
-            job = queue.get()
-            self.assertEqual(job.payload, number)
-            queue.task_done(job)
-        if hasattr(sys, "set_int_max_str_digits"):
-            self.assertRaises(ValueError, queue.put, 10**5000)
-
     def test_a_huge_payload_is_refused(self):
         """One over the limit is a ValueError, one at the limit is taken."""
         queue = self.open()
@@ -1596,8 +1333,15 @@ class PayloadsTest(Case):
 class LifeTest(Case):
     """Every arrow of the state diagram."""
 
+    def setUp(self):
+        super().setUp()
+        self.clock = self.manual_clock(at=1e9)
+
+    def later(self, seconds):
+        self.clock.jump(seconds, mono=seconds)
+
     def state(self, queue, id="a"):
-        """State and attempts of a job, or None; live, reopened and on disk."""
+        """State and attempts of a job, or None; live and reopened."""
         found = []
         for view in self.views(queue):
             try:
@@ -1605,8 +1349,7 @@ class LifeTest(Case):
                 found.append((job.state, job.attempts))
             except tq.JobNotFoundError:
                 found.append(None)
-        found.append(self.place.census(self.path).get(id))
-        self.assertEqual(found, [found[0]] * 3)
+        self.assertEqual(*found)
         return found[0]
 
     def leased(self, **options):
@@ -1614,304 +1357,107 @@ class LifeTest(Case):
         queue.put({"n": 1}, id="a")
         return queue, queue.get()
 
-    def test_put_get_done(self):
-        """pending, inflight, gone."""
-        queue = self.open()
-        queue.put(1, id="a")
-        self.assertEqual(self.state(queue), ("pending", 0))
-        job = queue.get()
-        self.assertEqual(self.state(queue), ("inflight", 1))
-        self.assertIsNone(queue.get())
-        self.assertIsNone(queue.task_done(job))
-        self.assertIsNone(self.state(queue))
-
-    def test_failure_makes_it_pending_with_its_error(self):
-        """A failed delivery counts, and its error is kept."""
-        queue, job = self.leased()
-        queue.task_done(job, success=False, error="boom")
-        self.assertEqual(self.state(queue), ("pending", 1))
-        self.assertEqual(queue.find("a").last_error, "boom")
-        self.assertEqual(queue.get().last_error, "boom")
-
-    def test_failure_with_a_delay_overrides_the_backoff(self):
-        """task_done(delay=) says when the job is due again."""
-        clock = Clock(at=1e9)
-        with clock.patch():
-            queue, job = self.leased()
-            queue.task_done(job, False, "x", delay=60)
-            self.assertEqual(queue.find("a").run_at, 1e9 + 60)
-            self.assertIsNone(queue.get())
-            clock.jump(60)
-            self.assertEqual(queue.get().attempts, 2)
+    def test_how_a_delivery_that_did_not_succeed_can_end(self):
+        """State, attempts and error afterwards, and after how long it is due."""
+        for verb, args, delay, state, attempts, error in (
+            ("task_done", (False, "boom"), 0, "pending", 1, "boom"),
+            ("task_done", (False, "x"), 60, "pending", 1, "x"),  # not the backoff's
+            ("release", (), 0, "pending", 0, None),
+            ("release", (), 5, "pending", 0, None),
+            ("bury", (ValueError("no user"),), 0, "dead", 1, "no user"),
+        ):
+            with self.subTest(verb, delay=delay):
+                queue, job = self.leased()
+                options = {"delay": delay} if delay else {}
+                getattr(queue, verb)(job, *args, **options)
+                self.assertEqual(self.state(queue), (state, attempts))
+                self.assertEqual(queue.find("a").last_error, error)
+                if delay or state == "dead":
+                    self.assertIsNone(queue.get())
+                self.assertEqual(queue.stats().delayed, bool(delay))
+                self.later(delay)
+                if state == "pending":
+                    self.assertEqual(queue.get().attempts, attempts + 1)
+                queue.cancel("a")
 
     def test_spent_retries_make_it_dead(self):
-        """max_retries 0, 1, 3 give 1, 2, 4 deliveries, then dead."""
-        for retries in (0, 1, 3):
-            queue = self.open(backoff=lambda n: 0, max_retries=9)
-            queue.put(1, id="a", max_retries=retries)
-            runs = 0
-            for job in iter(queue.get, None):
-                runs += 1
-                self.assertEqual(job.attempts, runs)
-                queue.task_done(job, False, f"e{runs}")
-            self.assertEqual(runs, retries + 1)
+        """The job's own number or, if it has none, that of the queue that settles
+        it: one delivery, then so many more."""
+        for own, runs in ((None, 2), (0, 1), (3, 4)):
+            queue = self.open(backoff=lambda n: 0, max_retries=1)
+            queue.put(1, id="a", max_retries=own)
+            for n in range(1, runs + 1):
+                job = queue.get()
+                self.assertEqual((job.attempts, job.max_retries), (n, runs - 1))
+                queue.task_done(job, False, f"e{n}")
             self.assertEqual(self.state(queue), ("dead", runs))
             self.assertEqual(queue.find("a").last_error, f"e{runs}")
             self.assertTrue(queue.cancel("a"))
 
-    def test_a_queue_s_own_max_retries_is_the_default(self):
-        """A job put without a number follows the queue that settles it."""
-        queue, job = self.leased(max_retries=0)
-        self.assertEqual(job.max_retries, 0)
-        queue.task_done(job, False)
-        self.assertEqual(self.state(queue), ("dead", 1))
-
-    def test_bury(self):
-        """bury() is dead at once, whatever retries are left."""
-        queue, job = self.leased()
-        queue.bury(job, ValueError("no such user"))
-        self.assertEqual(self.state(queue), ("dead", 1))
-        self.assertEqual(queue.find("a").last_error, "no such user")
-        self.assertIsNone(queue.get())
-
     def test_release_does_not_count(self):
-        """A released job is pending with the attempts it had before."""
-        queue, job = self.leased()
+        """However often, with no retries left: the attempts and the error are those
+        of before, and the job does not die of it."""
+        queue, job = self.leased(max_retries=1)
         queue.task_done(job, False, "first")
-        job = queue.get()
-        self.assertEqual(job.attempts, 2)
-        queue.release(job)
-        self.assertEqual(self.state(queue), ("pending", 1))
-        self.assertEqual(queue.get().attempts, 2)
-        self.assertEqual(queue.find("a").last_error, "first")
-
-    def test_release_with_a_delay(self):
-        """A snoozed job is due after its delay."""
-        clock = Clock(at=1e9)
-        with clock.patch():
-            queue, job = self.leased()
-            queue.release(job, 5)
-            self.assertIsNone(queue.get())
-            self.assertEqual(queue.stats().delayed, 1)
-            clock.jump(5.0)
-            self.assertEqual(queue.get().attempts, 1)
-
-    def test_release_of_a_job_without_retries_keeps_it_alive(self):
-        """However often it is released, a job does not die of it."""
-        queue, job = self.leased(max_retries=0)
-        for _ in range(5):
-            queue.release(job)
+        for _ in range(3):
             job = queue.get()
-        self.assertEqual(self.state(queue), ("inflight", 1))
+            self.assertEqual((job.attempts, job.last_error), (2, "first"))
+            queue.release(job)
+            self.assertEqual(self.state(queue), ("pending", 1))
 
-    def test_extend_renews_from_now(self):
-        """The deadline is now + seconds, and the old Job still settles."""
-        clock = Clock(at=1e9)
-        with clock.patch():
-            queue, job = self.leased()
-            clock.jump(10.0)
-            again = queue.extend(job, 60)
-            self.assertEqual(again.lease_until, 1e9 + 70)
-            self.assertEqual(again.leased_at, 1e9)
-            self.assertEqual((again.token, again.attempts), (job.token, 1))
-            self.assertEqual(queue.extend(again).lease_until, 1e9 + 310)
-            self.assertEqual(queue.find("a").lease_until, 1e9 + 310)
-            queue.task_done(job)
+    def test_how_long_a_lease_lasts(self):
+        """From now, as its get() or extend() says or else the queue; the Job of
+        before an extend() still settles."""
+        queue, job = self.leased(lease_timeout=50)
+        self.assertEqual(job.lease_until, 1e9 + 50)
+        self.later(10.0)
+        again = queue.extend(job, 60)
+        self.assertEqual((again.leased_at, again.lease_until), (1e9, 1e9 + 70))
+        self.assertEqual((again.token, again.attempts), (job.token, 1))
+        self.assertEqual(queue.extend(again).lease_until, 1e9 + 60)
+        self.assertEqual(queue.find("a").lease_until, 1e9 + 60)
+        queue.task_done(job)
         self.assertIsNone(self.state(queue))
+        queue.put(2)
+        self.assertEqual(queue.get(lease_timeout=7).lease_until, 1e9 + 17)
 
     def test_cancel_in_each_state(self):
-        """cancel() removes a pending or dead job, and fences an inflight one."""
-        queue, job = self.leased(max_retries=0)
-        self.assertIs(queue.cancel("a"), True)
-        for call in (queue.task_done, queue.extend, queue.release):
-            self.assertRaises(tq.LeaseLostError, call, job)
-        self.assertIsNone(self.state(queue))
-        queue.put(1, id="a")
-        self.assertTrue(queue.cancel("a"))
-        queue.put(1, id="a")
-        queue.bury(queue.get(), "x")
-        self.assertTrue(queue.cancel("a"))
-        self.assertIs(queue.cancel("a"), False)
-        self.assertIsNone(self.state(queue))
-        self.assertIsNone(queue.get())
+        """cancel() removes a pending, inflight or dead job, once."""
+        queue = self.open()
+        for leave in (
+            lambda: None,
+            queue.get,
+            lambda: queue.bury(queue.get(), "x"),
+        ):
+            queue.put(1, id="a")
+            leave()
+            self.assertIs(queue.cancel("a"), True)
+            self.assertIs(queue.cancel("a"), False)
+            self.assertIsNone(self.state(queue))
+            self.assertIsNone(queue.get())
 
-    def test_requeue_one(self):
-        """A replayed job is pending with all its retries; once only."""
+    def test_requeue(self):
+        """A replayed job is pending with all its retries, once only; all go in the
+        order of their deaths."""
         queue, job = self.leased(max_retries=0)
         queue.task_done(job, False, "x")
         self.assertEqual(queue.requeue_dead("a"), 1)
         self.assertEqual(self.state(queue), ("pending", 0))
         self.assertRaises(tq.JobNotFoundError, queue.requeue_dead, "a")
         self.assertEqual(list(queue.dead_letter()), [])
-        queue.task_done(queue.get(), False, "y")
-        self.assertEqual(self.state(queue), ("dead", 1))
-
-    def test_requeue_all(self):
-        """requeue_dead() replays every dead job, in the order of death."""
-        queue = self.open(max_retries=0)
-        queue.put_many(range(5))
-        for job in queue.get_many(5)[::-1]:
-            queue.bury(job, "x")
-        self.assertEqual(queue.requeue_dead(), 5)
-        self.assertEqual(queue.requeue_dead(), 0)
-        self.assertEqual(self.open().stats()[:4], (5, 0, 0, 0))
-        self.assertDrains(queue, [4, 3, 2, 1, 0])
-
-    def test_settling_twice_or_elsewhere_changes_nothing(self):
-        """A settled lease, or one of another queue, raises LeaseLostError."""
-        queue, job = self.leased()
-        other = self.open(name="other")
-        other.put(1, id="a")
-        held = other.get()
-        for call in (
-            other.task_done, other.extend, other.release,
-            lambda job: other.bury(job, "x"),
-            lambda job: other.task_done(job, False, "x"),
-        ):  # fmt: skip
-            self.assertRaises(tq.LeaseLostError, call, job)
-        other.task_done(held)
-        queue.task_done(job)
-        before = self.place.raw(self.path)
-        for success in (True, False):
-            self.assertRaises(tq.LeaseLostError, queue.task_done, job, success)
-        self.assertEqual(self.place.raw(self.path), before)
-
-    def test_an_old_token_cannot_settle_a_new_delivery(self):
-        """The token alone is the fence, even in one process (I6)."""
-        queue, old = self.leased()
-        queue.release(old)
-        new = queue.get()
-        self.assertNotEqual(old.token, new.token)
-        for call in (queue.task_done, queue.release, queue.extend):
-            self.assertRaises(tq.LeaseLostError, call, old)
-        self.assertEqual(self.state(queue), ("inflight", 1))
-        queue.task_done(new)
-
-    def test_lease_timeout_of_one_get(self):
-        """get(lease_timeout=) overrides the queue's for this delivery."""
-        with Clock(at=1e9).patch():
-            queue = self.open(lease_timeout=50)
-            queue.put_many([1, 2])
-            self.assertEqual(queue.get(lease_timeout=7).lease_until, 1e9 + 7)
-            self.assertEqual(queue.get().lease_until, 1e9 + 50)
-
-    def test_reap_counts_only_what_is_stale(self):
-        """reap_stale() takes back what was not renewed for so long."""
-        clock = Clock()
-        with clock.patch():
-            queue, job = self.leased()
-            queue.put(2, id="b")
-            queue.get()
-            clock.jump(100.0, mono=100.0)
-            queue.extend(job)
-            self.assertEqual(queue.reap_stale(), 0)
-            self.assertEqual(queue.reap_stale(50), 1)
-            self.assertEqual(self.state(queue, "b"), ("pending", 1))
-            self.assertEqual(queue.reap_stale(50), 0)
-            self.assertEqual(queue.reap_stale(0), 1)
-            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
-
-    def test_reap_makes_dead_what_has_no_retries_left(self):
-        """A reaped job whose retries are spent is dead, with the reason."""
-        queue, _ = self.leased(max_retries=0)
-        self.assertEqual(queue.reap_stale(0), 1)
-        self.assertEqual(self.state(queue), ("dead", 1))
-        self.assertTrue(queue.find("a").last_error)
+        queue.put_many([1, 2])
+        for job in queue.get_many(3)[::-1]:
+            queue.task_done(job, False, "y")
+        self.assertEqual((queue.requeue_dead(), queue.requeue_dead()), (3, 0))
+        self.assertEqual(self.open().stats()[:4], (3, 0, 0, 0))
+        self.assertDrains(queue, [2, 1, {"n": 1}])
 
     def test_a_get_makes_dead_what_has_no_retries_left(self):
         """It does not deliver what is over and spent once more."""
-        clock = Clock()
-        with clock.patch():
-            queue, _ = self.leased(max_retries=0)
-            clock.jump(400.0, mono=400.0)
-            self.assertIsNone(queue.get())
+        queue, _ = self.leased(max_retries=0)
+        self.later(400.0)
+        self.assertIsNone(queue.get())
         self.assertEqual(self.state(queue), ("dead", 1))
-
-    def test_a_lapsed_lease_is_taken_over(self):
-        """At its deadline a living holder's job goes to the next get."""
-        clock = Clock()
-        with clock.patch():
-            queue, job = self.leased(lease_timeout=10)
-            clock.jump(9.0, mono=9.0)
-            self.assertIsNone(queue.get())
-            clock.jump(1.5, mono=1.5)
-            again = queue.get()
-            self.assertEqual((again.id, again.attempts), ("a", 2))
-            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
-            self.assertRaises(tq.LeaseLostError, queue.task_done, job, False)
-            queue.task_done(again)
-
-    def test_expired_leases_come_back_in_their_order(self):
-        """That of the leases, not of the puts: taken over, or given back."""
-        clock = Clock()
-        with clock.patch():
-            queue = self.open(backoff=lambda n: 0)
-            queue.put("second", delay=5.0)
-            queue.put("first")
-            queue.get()
-            clock.jump(6.0, mono=6.0)
-            queue.get()
-            for give_back in (lambda: 0, queue.reap_stale):
-                clock.jump(400.0, mono=400.0)
-                give_back()
-                found = [queue.get().payload, queue.get().payload]
-                self.assertEqual(found, ["first", "second"])
-
-    def test_a_lapsed_but_untaken_lease_can_still_settle(self):
-        """Nothing is lost by being late while nobody else has the job."""
-        clock = Clock()
-        with clock.patch():
-            queue, job = self.leased(lease_timeout=1)
-            clock.jump(9.0, mono=9.0)
-            queue.task_done(job)
-        self.assertIsNone(self.state(queue))
-
-    def test_purge_by_state_and_age(self):
-        """purge() deletes one state's jobs, or only its old ones."""
-        clock = Clock()
-        with clock.patch():
-            queue, job = self.leased()
-            queue.put(2, id="b")
-            clock.jump(100.0, mono=1.0)
-            queue.put(3, id="c")
-            self.assertEqual(queue.purge("pending", older_than=50), 1)
-            self.assertIsNone(self.state(queue, "b"))
-            self.assertEqual(queue.purge("dead"), 0)
-            self.assertEqual(queue.purge("inflight"), 1)
-            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
-            self.assertEqual(queue.purge("pending"), 1)
-        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
-
-    def test_purge_by_age_counts_from_the_last_delivery(self):
-        """Where there is none, from the put; inflight or dead."""
-        clock = Clock(at=1e9)
-        with clock.patch():
-            queue = self.open()
-            queue.put_many(range(2))
-            clock.jump(100.0)
-            queue.bury(queue.get(), "x")
-            queue.get()
-            for jump, count in ((20.0, 0), (40.0, 1)):
-                clock.jump(jump)
-                self.assertEqual(queue.purge("inflight", older_than=50), count)
-                self.assertEqual(queue.purge("dead", older_than=50), count)
-
-    def test_purge_leaves_what_is_put_meanwhile(self):
-        """Else it would never end beside a busy producer."""
-        queue, other, puts = self.open(), self.open(), []
-        queue.put_many(range(12_000))
-
-        def put():
-            if not puts:
-                puts.append("no other while it looks")
-                if other.stats().pending < 12_000:
-                    other.put("new")
-                else:
-                    puts.clear()
-
-        self.place.after_each_step(self, self.path, put)
-        self.assertEqual(self.open().purge("pending"), 12_000)
-        self.assertEqual([job.payload for job in queue.jobs()], ["new"])
 
     def test_purge_leaves_what_changes_meanwhile(self):
         """Between its look and the removal a dead job was requeued."""
@@ -1929,10 +1475,15 @@ class LifeTest(Case):
         self.assertEqual(self.state(queue), ("pending", 0))
 
     def test_only_a_lease_is_settled_or_renewed(self):
-        """However it was left: the job stays as it is."""
+        """However it was left, the token alone is the fence (I6): the job, or its
+        next delivery, stays as it is."""
         queue = self.open()
         for leave in (
+            lambda job: queue.task_done(job),
+            lambda job: queue.cancel("a"),
+            lambda job: queue.purge("inflight"),
             lambda job: queue.release(job, delay=60),
+            lambda job: (queue.release(job), queue.get()),
             lambda job: queue.task_done(job, False, "x"),
             lambda job: queue.bury(job, "x"),
             lambda job: queue.reap_stale(0),
@@ -1941,23 +1492,103 @@ class LifeTest(Case):
             queue.put(1, id="a")
             job = queue.get()
             leave(job)
-            left = self.place.raw(self.path)
-            for settle, *args in (
-                (queue.task_done,), (queue.task_done, False), (queue.bury, "x"),
-                (queue.release,), (queue.extend,),
-            ):  # fmt: skip
-                self.assertRaises(tq.LeaseLostError, settle, job, *args)
-            self.assertEqual(self.place.raw(self.path), left)
+            self.assertLost(queue, job)
             queue.cancel("a")
+
+    def assertLost(self, queue, job):
+        left = self.place.raw(self.path)
+        for verb, *args in (
+            ("task_done",), ("task_done", False), ("bury", "x"), ("release",),
+            ("extend",),
+        ):  # fmt: skip
+            self.assertRaises(tq.LeaseLostError, getattr(queue, verb), job, *args)
+        self.assertEqual(self.place.raw(self.path), left)
+
+    def test_a_lease_of_another_queue_is_none(self):
+        """Even if that has a job of the same id, which stays inflight."""
+        queue, job = self.leased()
+        other = self.open(name="other")
+        other.put(1, id="a")
+        held = other.get()
+        self.assertLost(other, job)
+        other.task_done(held)
+        queue.task_done(job)
+
+    def test_reap_counts_only_what_is_stale(self):
+        """reap_stale() takes back what was not renewed for so long; without an age
+        it spares every lease with time left.  Spent retries end in death."""
+        queue, job = self.leased()
+        queue.put(2, id="b", max_retries=0)
+        queue.get()
+        self.later(100.0)
+        queue.extend(job)
+        other = self.open()
+        self.assertEqual(other.reap_stale(), 0)
+        self.assertEqual(other.reap_stale(50), 1)
+        self.assertEqual(self.state(queue, "b"), ("dead", 1))
+        self.assertTrue(queue.find("b").last_error)
+        self.assertEqual((queue.reap_stale(50), queue.reap_stale(0)), (0, 1))
+        self.assertEqual(self.state(queue), ("pending", 1))
+        self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+
+    def test_an_expired_lease_is_taken_over(self):
+        """At its deadline a living holder's job goes to the next get; a holder who
+        is late while nobody has it can still settle."""
+        queue, job = self.leased(lease_timeout=10)
+        self.later(9.0)
+        self.assertIsNone(queue.get())
+        self.later(1.5)
+        again = queue.get()
+        self.assertEqual((again.id, again.attempts), ("a", 2))
+        self.assertRaises(tq.LeaseLostError, queue.task_done, job)
+        self.assertRaises(tq.LeaseLostError, queue.task_done, job, False)
+        self.later(99.0)
+        queue.task_done(again)
+        self.assertIsNone(self.state(queue))
+
+    def test_purge_by_state_and_age(self):
+        """The age counts from the last delivery, without one from the put."""
+        queue = self.open()
+        queue.put_many(list("abc"))
+        self.later(100.0)
+        queue.bury(queue.get(), "x")
+        queue.get()
+        queue.put("d")
+        for seconds, age, purged in (
+            (20, 50, {"pending": 1, "inflight": 0, "dead": 0}),
+            (40, 50, {"pending": 1, "inflight": 1, "dead": 1}),
+        ):
+            self.later(seconds)
+            for state, count in purged.items():
+                self.assertEqual(queue.purge(state, older_than=age), count)
+        queue.put("e")
+        self.assertEqual(queue.purge("dead"), 0)
+        self.assertEqual(queue.purge("pending"), 1)
+        self.assertEqual(self.open().stats()[:4], (0, 0, 0, 0))
+
+    def test_purge_leaves_what_is_put_meanwhile(self):
+        """Else it would never end beside a busy producer."""
+        queue, other = self.open(), self.open()
+        queue.put_many(range(10))
+        change = queue._engine.change
+
+        def busy(changes):
+            other.put("new")
+            return change(changes)
+
+        with mock.patch.multiple(tq, _PART=2, _SQL_PAGE=3):
+            with mock.patch.object(queue._engine, "change", busy):
+                self.assertEqual(queue.purge("pending"), 10)
+        self.assertHolds(queue, ["new"] * 5)
 
     def test_a_job_is_delivered_though_others_cannot_be_given_back(self):
         """Failing to give back what is expired is logged: the get has its job."""
         queue = self.open(max_retries=0)
         queue.put_many([1, 2], ids=["a", "b"])
         queue.get(lease_timeout=1.0)
-        error, clock = tq.QueueError("disk full"), Clock()
-        clock.jump(60, mono=60)
-        with clock.patch(), self.assertLogs("tiny_queue", "WARNING") as logs:
+        error = tq.QueueError("disk full")
+        self.later(60)
+        with self.assertLogs("tiny_queue", "WARNING") as logs:
             with mock.patch.object(queue._engine, "change", side_effect=error):
                 self.assertEqual(queue.get().id, "b")
         self.assertIn("not given back: disk full", logs.output[0])
@@ -1969,11 +1600,7 @@ class LifeTest(Case):
         queue = self.open()
         queue.put_many([1, 2])
         queue.stats()
-
-        def write(fd, data):
-            raise KeyboardInterrupt
-
-        with patched("os", write=write):
+        with patched("os", write=mock.Mock(side_effect=KeyboardInterrupt)):
             self.assertRaises(KeyboardInterrupt, queue.get)
         self.assertDrains(queue, [1, 2])
 
@@ -1999,28 +1626,31 @@ class LifeTest(Case):
 class RetryTest(Case):
     def test_the_backoff_is_asked_with_the_attempt(self):
         """backoff(1), backoff(2), ... and the instant is recorded."""
-        clock, asked = Clock(at=1e9), []
-        with clock.patch():
-            queue = self.open(backoff=lambda n: asked.append(n) or n * 10)
-            queue.put(1, id="a")
-            for n in (1, 2, 3):
-                queue.task_done(queue.get(), False)
-                self.assertEqual(queue.find("a").run_at, clock.time() + n * 10)
-                clock.jump(n * 10.0)
+        clock, asked = self.manual_clock(at=1e9), []
+        queue = self.open(backoff=lambda n: asked.append(n) or n * 10)
+        queue.put(1, id="a")
+        for n in (1, 2, 3):
+            queue.task_done(queue.get(), False)
+            self.assertEqual(queue.find("a").run_at, clock.time() + n * 10)
+            clock.jump(n * 10.0)
         self.assertEqual(asked, [1, 2, 3])
 
     def test_a_bad_backoff_costs_no_job(self):
         """Nonsense or an exception from backoff gives a sane delay, logged."""
-
-        def explode(n):
-            raise RuntimeError("backoff")
-
+        queue = self.open()
         for bad in (
-            math.inf, math.nan, -5, None, "3", 10**400, True, explode,
-        ):  # fmt: skip
+            math.inf,
+            math.nan,
+            -5,
+            None,
+            "3",
+            10**400,
+            True,
+            ZeroDivisionError,
+        ):
+            answer = mock.Mock(side_effect=[bad])
             with self.subTest(bad), Clock(at=1e9).patch():
-                backoff = bad if callable(bad) else lambda n, bad=bad: bad
-                queue = self.open(backoff=backoff, name=f"q{id(bad)}")
+                queue.backoff = answer
                 queue.put(1, id="a")
                 with self.assertLogs("tiny_queue", "ERROR") as logs:
                     queue.task_done(queue.get(), False, "e")
@@ -2028,6 +1658,7 @@ class RetryTest(Case):
                 job = queue.find("a")
                 self.assertEqual((job.state, job.last_error), ("pending", "e"))
                 self.assertTrue(0 < job.run_at - 1e9 <= 1.1, "the default")
+                queue.cancel("a")
 
     @of_files
     def test_a_huge_attempt_count_is_survived(self):
@@ -2036,12 +1667,12 @@ class RetryTest(Case):
             "pending",
             b'{"id":"a","payload":1,"attempts":5000,"max_retries":1000000}\n',
         )
-        with Clock(at=1e9).patch():
-            queue = self.open()
-            job = queue.get()
-            self.assertEqual(job.attempts, 5001)
-            queue.task_done(job, False)
-            self.assertLessEqual(queue.find("a").run_at, 1e9 + 4000)
+        self.manual_clock(at=1e9)
+        queue = self.open()
+        job = queue.get()
+        self.assertEqual(job.attempts, 5001)
+        queue.task_done(job, False)
+        self.assertLessEqual(queue.find("a").run_at, 1e9 + 4000)
 
     def test_any_error_is_kept_as_text(self):
         """Exceptions, None, numbers and hopeless objects all settle."""
@@ -2066,31 +1697,14 @@ class RetryTest(Case):
 
 @every_engine
 class OrderTest(Case):
-    def test_fifo_whatever_the_clock_does(self):
+    def test_fifo_whoever_puts_whatever_the_clock_does(self):
         """Frozen or running backwards, the order of get is that of put."""
+        queues, clock = [self.open(), self.open()], self.manual_clock(at=1e9)
         for step in (0.0, -1.0):
-            clock = Clock(at=1e9)
-            with clock.patch():
-                queue = self.open(name=f"q{int(step)}".replace("-", "_"))
-                for n in range(50):
-                    clock.jump(step)
-                    queue.put(n)
-                self.assertDrains(queue, range(50))
-
-    def test_fifo_of_two_processes_taking_turns(self):
-        """One file gives one order, whoever appends."""
-
-        def putter(link):
-            queue = self.open()
-            while (n := link.hear()) is not None:
-                link.tell(queue.put(n).payload)
-
-        queue, child = self.open(), self.spawn(putter)
-        for n in range(0, 50, 2):
-            queue.put(n)
-            child.tell(n + 1)
-            self.assertEqual(child.hear(), n + 1)
-        self.assertDrains(queue, range(50))
+            for n in range(12):
+                clock.jump(step)
+                queues[n % 2].put(n)
+            self.assertDrains(queues[0], range(12))
 
     def test_higher_priority_first(self):
         """Priorities from -2**31 to 2**31-1, FIFO inside each."""
@@ -2109,8 +1723,7 @@ class OrderTest(Case):
         a, b = queue.get_many(2)
         queue.task_done(b, False)
         queue.release(a)
-        for view in self.views(queue):
-            self.assertEqual([job.payload for job in view.jobs()], list("cdba"))
+        self.assertHolds(queue, "cdba")
         if self.place.engine.can_compact:
             queue.compact()
         self.assertDrains(self.open(), "cdba")
@@ -2122,29 +1735,6 @@ class OrderTest(Case):
         queue.put_many(list("0123456789"))
         self.assertDrains(self.open(), "0123456789")
         self.assertEqual(queue.stats()[:2], (1000, 1000))
-
-    def test_a_job_that_became_due_joins_by_its_place(self):
-        """Due jobs of one priority go in file order, delayed once or not."""
-        clock = Clock(at=1e9)
-        with clock.patch():
-            queue = self.open()
-            for n, delay in enumerate((0, 20, 10, 0)):
-                queue.put(n, delay=delay)
-            for view in self.views(queue):
-                self.assertEqual(len(view), 4)
-            clock.jump(30.0)
-            self.assertDrains(queue, range(4))
-
-    def test_a_failing_job_does_not_block_the_next(self):
-        """While a job waits for its retry, those behind it are delivered."""
-        clock = Clock(at=1e9)
-        with clock.patch():
-            queue = self.open(backoff=lambda n: 5)
-            queue.put_many(list("abc"))
-            queue.task_done(queue.get(), False)
-            self.assertDrains(queue, "bc")
-            clock.jump(5.0)
-            self.assertDrains(queue, "a")
 
     def test_get_many_takes_up_to_n_in_order(self):
         """get_many() is n gets under one lock; fewer if there are fewer."""
@@ -2161,52 +1751,35 @@ class OrderTest(Case):
 class DelayTest(Case):
     def setUp(self):
         super().setUp()
-        self.clock = Clock(at=1e9)
-        patch = self.clock.patch()
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.clock = self.manual_clock(at=1e9)
 
     def test_delay_and_at(self):
-        """A job is due after `delay` seconds or at the instant `at`."""
+        """A job is due after `delay` seconds or at the instant `at`, as soon as the
+        wall clock says so, however it came there."""
         queue = self.open()
         self.assertEqual(queue.put(1, delay=10).run_at, 1e9 + 10)
         self.assertEqual(queue.put(2, at=1e9 + 20.5).run_at, 1e9 + 20.5)
+        queue.put(3, delay=86400)
         for jump, want in ((9.0, []), (1.0, [1]), (10.0, []), (0.5, [2])):
             self.clock.jump(jump)
             self.assertDrains(self.open(), want)
-        self.assertIsNone(queue.get())
+        self.clock.jump(86400.0)
+        for view in self.views(queue):
+            self.assertIsNone(view.stats().next_due)
+        self.assertDrains(queue, [3])
 
-    def test_an_undelayed_job_has_no_instant(self):
-        """run_at is 0, so a clock set back hides nothing."""
+    def test_a_clock_set_back_hides_nothing(self):
+        """run_at of a job that is not delayed is 0; a delayed one is delivered once,
+        when the clock says its instant."""
         queue = self.open()
         self.assertEqual(queue.put(1).run_at, 0)
         self.assertEqual(queue.put(2, at=1.0).run_at, 0)
-        self.clock.jump(-5e8)
-        self.assertDrains(self.open(), [1, 2])
+        queue.put(3, delay=10)
+        for jump, want in ((-5e8, [1, 2]), (5e8 + 11, [3]), (86400.0, [])):
+            self.clock.jump(jump)
+            self.assertDrains(self.open(), want)
 
-    def test_a_delayed_job_survives_a_clock_set_back(self):
-        """It is delivered once, when the clock says its instant."""
-        queue = self.open()
-        queue.put(1, delay=10)
-        self.clock.jump(-3600.0)
-        self.assertIsNone(queue.get())
-        self.clock.jump(3600.0 + 11)
-        job = queue.get()
-        self.assertEqual(job.payload, 1)
-        queue.task_done(job)
-        self.clock.jump(86400.0)
-        self.assertIsNone(queue.get())
-
-    def test_a_jump_ahead_makes_it_due_at_once(self):
-        """The wall clock alone says what is due."""
-        queue = self.open()
-        queue.put(1, delay=86400)
-        self.clock.jump(86401.0)
-        for view in self.views(queue):
-            self.assertIsNone(view.stats().next_due)
-        self.assertDrains(queue, [1])
-
-    def test_a_ripe_job_stays_ripe_when_the_clock_is_set_back(self):
+    def test_a_due_job_stays_due_when_the_clock_is_set_back(self):
         """An index that saw a job due and one that did not both deliver it
         in the end, once."""
         queue = self.open()
@@ -2246,11 +1819,9 @@ class DelayTest(Case):
         self.assertOldest(queue, 0)
         job = queue.get()
         self.assertEqual(job.id, "first")
-        self.assertOldest(queue, 0)
-        queue.cancel("plain")
-        self.assertOldest(queue, 670)
-        queue.cancel("low")
-        self.assertOldest(queue, 680)
+        for gone, since in (("plain", 670), ("low", 680)):
+            queue.cancel(gone)
+            self.assertOldest(queue, since)
         queue.put("new", id="new")
         queue.release(job, delay=15)
         self.clock.jump(10)
@@ -2262,12 +1833,11 @@ class DelayTest(Case):
 
     def assertOldest(self, queue, since):
         """On the live object, a new one, and one whose files were rewritten."""
-        want = None if since is None else 1e9 + since
         for view in self.views(queue):
-            self.assertEqual(view.stats().oldest, want)
+            self.assertEqual(view.stats().oldest, 1e9 + since)
         if queue._engine.can_compact:
             queue.compact()
-            self.assertEqual(queue.stats().oldest, want)
+            self.assertEqual(queue.stats().oldest, 1e9 + since)
 
 
 @every_engine
@@ -2296,67 +1866,63 @@ class IdsTest(Case):
         """put(exist_ok=True) is put or find, with nothing written."""
         queue = self.open()
         job = queue.put(1, id="x", priority=4)
-        before = self.place.raw(self.path)
-        for view in self.views(queue):
-            self.assertEqual(view.put(2, id="x", exist_ok=True), job)
-        self.assertEqual(self.place.raw(self.path), before)
-        queue.get()
-        before = self.place.raw(self.path)
-        self.assertEqual(queue.put(3, id="x", exist_ok=True).state, "inflight")
-        self.assertEqual(self.place.raw(self.path), before)
+        for state in ("pending", "inflight"):
+            before = self.place.raw(self.path)
+            for view in self.views(queue):
+                found = view.put(2, id="x", exist_ok=True)
+                self.assertEqual((found, found.state), (job, state))
+            self.assertEqual(self.place.raw(self.path), before)
+            job = queue.get()
         self.assertEqual(queue.put(5, id="y", exist_ok=True).payload, 5)
 
     def test_generated_ids_never_repeat(self):
         """Threads, objects and forked children make different ids."""
 
         def putter(link):
-            return [queue.put(n).id for n in range(20)]
+            return [queue.put(n).id for n in range(5)]
 
         queue = self.open()
-        ids = [queue.put(0).id for _ in range(20)]
-        for child in [self.spawn(putter) for _ in range(3)]:
+        ids = putter(None)
+        for child in [self.spawn(putter) for _ in range(2)]:
             ids += child.hear()
-        ids += [self.open().put(0).id for _ in range(20)]
-        self.assertEqual(len(set(ids)), 100)
-        self.assertEqual(len(self.open()), 100)
+        ids += [self.open().put(0).id for _ in range(5)]
+        self.assertEqual(len(set(ids)), 20)
+        self.assertEqual(len(self.open()), 20)
 
     def test_one_process_wins_a_race_for_an_id(self):
         """Of two processes that put one id at once, exactly one succeeds."""
+        rounds = range(100 if DEEP else 12)
 
         def racer(link):
             mine, won = self.open(), []
-            for n in range(100 if DEEP else 30):
+            for n in rounds:
                 link.hear()
-                try:
+                with contextlib.suppress(tq.DuplicateJobError):
                     mine.put(n, id=f"x{n}")
                     won.append(n)
-                except tq.DuplicateJobError:
-                    pass
                 link.tell()
             return won
 
-        rounds = 100 if DEEP else 30
         racers = [self.spawn(racer) for _ in range(2)]
-        for _ in range(rounds):
+        for _ in rounds:
             for child in racers:
                 child.tell()
             for child in racers:
                 child.hear()
         won = sorted(racers[0].hear() + racers[1].hear())
-        self.assertEqual(won, list(range(rounds)))
-        self.assertEqual(len(self.open()), rounds)
+        self.assertEqual(won, list(rounds))
+        self.assertEqual(len(self.open()), len(rounds))
 
     def test_a_reused_id_is_a_new_job(self):
         """After success an id starts again with attempts 0 and no error."""
         queue = self.open(backoff=lambda n: 0)
-        for n in range(20):
-            queue.put(n, id="x")
+        for n in range(4):
+            self.assertIsNone(queue.put(n, id="x").last_error)
             queue.task_done(queue.get(), False, "e")
             job = queue.get()
             self.assertEqual((job.payload, job.attempts), (n, 2))
             queue.task_done(job)
             self.assertIsNone(self.open().get())
-        self.assertIsNone(queue.put(1, id="x").last_error)
 
 
 @every_engine
@@ -2396,15 +1962,10 @@ class PutManyTest(Case):
         """However many jobs, the kernel is asked to write and sync once."""
         queue = self.open(fsync=True)
         queue.put(0)
-        writes, syncs = [], []
-
-        def write(fd, data):
-            writes.append(len(data))
-            return os.write(fd, data)
-
-        with patched("os", write=write), mock.patch.object(tq, "_sync", syncs.append):
+        writes, syncs = mock.Mock(side_effect=os.write), []
+        with patched("os", write=writes), mock.patch.object(tq, "_sync", syncs.append):
             queue.put_many(range(1000))
-        self.assertEqual((len(writes), len(syncs)), (1, 1))
+        self.assertEqual((writes.call_count, len(syncs)), (1, 1))
 
     @of_files
     def test_a_torn_batch_leaves_nothing(self):
@@ -2416,14 +1977,14 @@ class PutManyTest(Case):
         queue.put_many(["a", "b", "c"])
         whole = file_bytes(self.path, "pending")
         ends = [match.end() for match in re.finditer(b"\n", whole)][:-1]
-        for cut in (*ends, *range(start, len(whole) - 1, 1 if DEEP else 7)):
+        for cut in (*ends, *range(start, len(whole) - 1, 1 if DEEP else 13)):
             shutil.rmtree(self.path)
             self.write("pending", whole[:cut])
-            fresh = tq.Queue(self.path, fsync=False)
-            self.assertEqual([job.payload for job in fresh.jobs()], ["first"])
-            fresh.put("next")
-            fresh.close()
-            self.assertDrains(tq.Queue(self.path, fsync=False), ["first", "next"])
+            with tq.Queue(self.path, fsync=False) as fresh:
+                self.assertEqual([job.payload for job in fresh.jobs()], ["first"])
+                fresh.put("next")
+            with tq.Queue(self.path, fsync=False) as fresh:
+                self.assertDrains(fresh, ["first", "next"])
 
     @of_files
     def test_a_batch_that_lacks_only_its_newline_is_whole(self):
@@ -2440,7 +2001,7 @@ class PutManyTest(Case):
 @every_engine
 class ViewsTest(Case):
     def fill(self):
-        queue = self.open(backoff=lambda n: 0)
+        queue = self.open()
         queue.put_many(list("abcdef"), ids=list("abcdef"))
         queue.put("late", id="late", delay=3600)
         a, b, c = queue.get_many(3)
@@ -2457,44 +2018,36 @@ class ViewsTest(Case):
                 [("d", "pending"), ("e", "pending"), ("f", "pending"),
                  ("late", "pending"), ("b", "inflight"), ("a", "dead"), ("c", "dead")],
             )  # fmt: skip
-            self.assertEqual([job.id for job in view.jobs("inflight")], ["b"])
-            self.assertEqual([job.id for job in view.jobs("pending", 2)], ["d", "e"])
-            self.assertEqual([job.id for job in view.jobs(limit=5)][-1], "b")
-            self.assertEqual(list(view.jobs(limit=0)), [])
-            self.assertEqual([job.id for job in view.dead_letter()], ["a", "c"])
+            for found, want in (
+                (view.jobs("inflight"), "b"),
+                (view.jobs("pending", 2), "d e"),
+                (view.jobs(limit=5), "d e f late b"),
+                (view.jobs(limit=0), ""),
+                (view.dead_letter(), "a c"),
+            ):
+                self.assertEqual([job.id for job in found], want.split())
 
-    def test_stats_and_len_equal_the_census(self):
-        """Counts are those of what is stored; len() counts pending."""
+    def test_stats_and_len_count(self):
+        """len() counts pending, delayed ones included, and a queue
+        without any is true."""
         queue = self.fill()
         for view in self.views(queue):
-            stats = view.stats()
-            self.assertIsInstance(stats, tq.Stats)
-            self.assertEqual(stats[:5], (4, 1, 1, 2, 0))
+            self.assertEqual(view.stats()[:5], (4, 1, 1, 2, 0))
             self.assertEqual(len(view), 4)
-            self.assertGreater(stats.bytes, 100)
-        found = self.place.census(self.path).values()
-        states = collections.Counter(state for state, _ in found)
-        self.assertEqual(states, {"pending": 4, "inflight": 1, "dead": 2})
-
-    @of_files
-    def test_bytes_are_those_of_the_files(self):
-        """stats().bytes is the size of the three data files."""
-        queue = self.fill()
-        size = sum(len(file_bytes(self.path, state)) for state in STATES)
-        self.assertEqual(queue.stats().bytes, size)
+            self.assertGreater(view.stats().bytes, 100)
+        queue.purge("pending")
+        self.assertEqual((len(queue), bool(queue)), (0, True))
 
     @of_files
     def test_stats_fields(self):
-        """The NamedTuple has the documented fields, in that order."""
+        """They have the documented names and order; bytes are those of the files."""
         want = "pending delayed inflight dead damaged oldest next_due bytes"
         self.assertEqual(" ".join(tq.Stats._fields), want)
         self.assertEqual(" ".join(tq.Damage._fields), "file line reason")
-
-    def test_an_empty_queue_is_true(self):
-        """`if queue:` never asks for its length."""
-        queue = self.open()
-        self.assertTrue(queue)
-        self.assertEqual(len(queue), 0)
+        queue = self.fill()
+        size = sum(len(file_bytes(self.path, state)) for state in STATES)
+        self.assertEqual(queue.stats().bytes, size)
+        self.assertIsInstance(queue.stats(), tq.Stats)
 
     def test_an_iteration_is_a_snapshot(self):
         """What happens meanwhile does not change it, compaction included."""
@@ -2517,7 +2070,7 @@ class ViewsTest(Case):
             for look in (view.stats, view.jobs, view.verify, view.dead_letter):
                 list(look())
             self.assertEqual((len(view), view.find("b").id), (4, "b"))
-            self.assertEqual(self.place.raw(self.path), before)
+        self.assertEqual(self.place.raw(self.path), before)
 
     def test_looking_at_nothing_creates_nothing(self):
         """A queue that was never written to is empty, and stays nowhere."""
@@ -2528,33 +2081,24 @@ class ViewsTest(Case):
         self.assertRaises(tq.JobNotFoundError, queue.find, "a")
         self.assertFalse(self.place.exists(self.path))
 
-    def test_others_see_a_change_at_once(self):
-        """Long-lived objects follow each other's changes."""
-        one, two = self.open(), self.open()
-        self.assertIsNone(one.get())
-        two.put(1, id="a")
-        job = one.get()
-        self.assertEqual(two.find("a").state, "inflight")
-        two.task_done(job)
-        self.assertRaises(tq.LeaseLostError, one.task_done, job)
-        self.assertEqual(one.stats()[:4], two.stats()[:4])
-
 
 @every_engine
 class WaitingTest(Case):
-    def test_zero_does_not_wait(self):
-        """get() and get(0) return at once."""
-        queue = self.open()
+    def assertSoon(self, call, low=0.0, high=2.0):
+        """What it returns, after so many seconds at least and at most."""
         start = time.monotonic()
-        for _ in range(20):
-            self.assertIsNone(queue.get())
-        self.assertLess(time.monotonic() - start, 1.0)
+        found = call()
+        self.assertTrue(low <= time.monotonic() - start < high)
+        return found
 
     def test_a_timeout_is_kept(self):
-        """get(timeout) on an empty queue returns None when it is over."""
-        start = time.monotonic()
-        self.assertIsNone(self.open().get(timeout=0.3))
-        self.assertTrue(0.3 <= time.monotonic() - start < 0.8)
+        """On an empty queue get() and get(0) return None at once, get(timeout) and
+        get_many() when it is over."""
+        queue = self.open()
+        for _ in range(20):
+            self.assertIsNone(self.assertSoon(queue.get, high=0.5))
+        self.assertIsNone(self.assertSoon(lambda: queue.get(0.1), 0.1, 0.6))
+        self.assertEqual(self.assertSoon(lambda: queue.get_many(5, 0.1), 0.1, 0.6), [])
 
     @of_files
     def test_a_jump_of_the_wall_clock_does_not_change_a_timeout(self):
@@ -2567,10 +2111,8 @@ class WaitingTest(Case):
                 return clock.time()
 
             queue = self.open()
-            start = time.monotonic()
             with patched("time", time=jumping):
-                self.assertIsNone(queue.get(timeout=0.3))
-            self.assertTrue(0.3 <= time.monotonic() - start < 1.3)
+                self.assertIsNone(self.assertSoon(lambda q=queue: q.get(0.1), 0.1))
 
     def test_a_put_elsewhere_ends_the_wait(self):
         """A waiting get returns another process's job, long before its end."""
@@ -2583,18 +2125,18 @@ class WaitingTest(Case):
 
         queue, child = self.open(), self.spawn(waiter)
         child.hear()
-        start = time.monotonic()
         queue.put("hello")
-        self.assertEqual(child.hear(), "hello")
-        self.assertLess(time.monotonic() - start, 2.0)
+        self.assertEqual(self.assertSoon(child.hear), "hello")
 
     def test_a_due_job_ends_the_wait(self):
-        """A waiting get wakes up when a delayed job becomes due."""
+        """A waiting get wakes up when a delayed job becomes due; get_many() waits
+        for no second."""
         queue = self.open()
-        queue.put(1, delay=0.2)
-        start = time.monotonic()
-        self.assertEqual(queue.get(timeout=PATIENCE).payload, 1)
-        self.assertLess(time.monotonic() - start, 2.0)
+        queue.put(1, delay=0.1)
+        queue.put(2, delay=0.1)
+        self.assertTrue(self.assertSoon(lambda: queue.get(timeout=PATIENCE)))
+        found = self.assertSoon(lambda: queue.get_many(5, timeout=PATIENCE))
+        self.assertEqual(len(found), 1)
 
     @of_files
     def test_who_keeps_losing_a_rush_sleeps_on(self):
@@ -2625,11 +2167,8 @@ class WaitingTest(Case):
     def test_a_woken_get_does_not_ask_for_the_dead_each_time(self):
         """The first look of a get with nothing due asks who is dead at once,
         the next ones once a second."""
-        clock, queue = Clock(), self.open()
-        with (
-            clock.patch(),
-            mock.patch.object(queue._engine, "expired", return_value=[]) as asked,
-        ):
+        clock, queue = self.manual_clock(), self.open()
+        with mock.patch.object(queue._engine, "expired", return_value=[]) as asked:
             for first, jump, count in ((1, 9, 2), (1, 0, 3), (0, 0, 3), (0, 1, 4)):
                 clock.jump(mono=jump)
                 queue._next(1, 300.0, True, bool(first))
@@ -2637,20 +2176,11 @@ class WaitingTest(Case):
 
     def test_none_waits_without_limit(self):
         """get(None) returns only with a job."""
-        queue = self.open()
-        timer = threading.Timer(0.15, lambda: self.open().put("x"))
+        queue, other = self.open(), self.open()
+        timer = threading.Timer(0.05, lambda: other.put("x"))
         timer.start()
         self.assertEqual(queue.get(timeout=None).payload, "x")
         timer.join()
-
-    def test_get_many_waits_for_the_first_only(self):
-        """get_many(n, timeout) returns as soon as there is any job."""
-        queue = self.open()
-        queue.put(1)
-        start = time.monotonic()
-        self.assertEqual(len(queue.get_many(5, timeout=PATIENCE)), 1)
-        self.assertLess(time.monotonic() - start, 2.0)
-        self.assertEqual(queue.get_many(5, timeout=0.05), [])
 
     def test_idle_waits_write_nothing_and_cost_little(self):
         """Empty, delayed and leased-elsewhere queues are left as they are."""
@@ -2660,8 +2190,8 @@ class WaitingTest(Case):
         self.assertTrue(queue.get())
         before = self.place.raw(self.path), self.written()
         cpu = time.process_time()
-        self.assertIsNone(self.open().get(timeout=1.0))
-        self.assertLess(time.process_time() - cpu, 0.3)
+        self.assertIsNone(self.open().get(timeout=0.5))
+        self.assertLess(time.process_time() - cpu, 0.2)
         self.assertEqual((self.place.raw(self.path), self.written()), before)
 
     def written(self):
@@ -2703,12 +2233,14 @@ class CloseTest(Case):
         other.task_done(again)
 
     def test_closing_one_object_leaves_the_others_alone(self):
-        """Another object of the process keeps its leases and its lock."""
+        """Another object of the process, and of its parent, keeps its leases and
+        its lock."""
         one, two = self.open(), self.open()
         one.put(1)
         job = one.get()
         two.put(2)
         two.close()
+        self.spawn(lambda link: one.close()).hear()
         self.assertEqual(self.open().get().payload, 2)
         self.assertIsNone(self.open().get())
         one.task_done(job)
@@ -2719,16 +2251,16 @@ class CloseTest(Case):
         queue.put(1, delay=3600)
 
         def wait():
-            try:
+            with self.assertRaises(tq.QueueClosedError) as caught:
                 queue.get(timeout=PATIENCE)
-            except tq.QueueClosedError as exc:
-                ended.append(exc)
+            ended.append(caught.exception)
 
         thread = threading.Thread(target=wait)
-        thread.start()
-        eventually(lambda: waits(thread))
-        queue.close()
-        thread.join(5.0)
+        with mock.patch.object(tq, "_TICK", 0.1):  # as late as it may be noticed
+            thread.start()
+            eventually(lambda: waits(thread))
+            queue.close()
+            thread.join(5.0)
         self.assertEqual((len(ended), thread.is_alive()), (1, False))
 
     def test_close_leaves_nothing_open(self):
@@ -2745,15 +2277,6 @@ class CloseTest(Case):
         eventually(lambda: open_fds() <= before[0], timeout=5.0)
         eventually(lambda: threading.active_count() <= before[1])
 
-    def test_close_in_a_forked_child_is_the_child_s_own(self):
-        """The parent's object, lock and leases live on."""
-        queue = self.open()
-        queue.put(1)
-        job = queue.get()
-        self.spawn(lambda link: queue.close()).hear()
-        self.assertIsNone(self.open().get())
-        queue.task_done(job)
-
 
 @every_engine
 class PicklingTest(Case):
@@ -2767,42 +2290,45 @@ class PicklingTest(Case):
         for twin in (pickle.loads(pickle.dumps(queue)), copy.deepcopy(queue)):
             self.addCleanup(twin.close)
             self.assertIsNot(twin, queue)
-            found = (twin.path, twin.name, twin.max_retries, twin.lease_timeout)
-            self.assertEqual(found, (queue.path, "q", 7, 5.0))
-            self.assertEqual((twin.fsync, twin.backoff(1)), (False, 9))
-            self.assertEqual(len(twin), 1)
+            for name in "path name max_retries lease_timeout fsync".split():
+                self.assertEqual(getattr(twin, name), getattr(queue, name))
+            self.assertEqual((len(twin), twin.backoff(1)), (1, 9))
 
-    def test_a_spawned_process_can_use_it(self):
-        """A queue sent to fresh interpreters works there."""
-        queue = self.open()
-        file = os.path.join(self.dir, "queue.pickle")
-        pathlib.Path(file).write_bytes(pickle.dumps(queue))
+    def test_a_spawned_process_can_use_it_in_any_locale(self):
+        """A queue sent to a fresh interpreter reads and writes the same text."""
+        queue, payload = self.open(), {"é": "\u2028\udcff"}
+        queue.put(payload, id="\U0001f600")
         code = (
-            "import pickle, sys; q = pickle.load(open(sys.argv[1], 'rb'));"
-            "[q.put(n) for n in range(10)]"
+            "import pickle, sys; q = pickle.loads(bytes.fromhex(sys.argv[1]));"
+            "j = q.get(); q.put(j.payload); q.task_done(j);"
+            "print(ascii([j.id, j.payload]))"
         )
-        for _ in range(2):
-            self.assertEqual(run_python(code, file).stderr, "")
-        self.assertEqual(len(queue), 20)
+        done = run_python(
+            code, pickle.dumps(queue).hex(),
+            LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0",
+        )  # fmt: skip
+        want = ascii(["\U0001f600", payload])
+        self.assertEqual((done.stdout.strip(), done.stderr), (want, ""))
+        self.assertDrains(queue, [payload])
+
+    AT_EXIT = """
+import atexit, itertools, sys, threading, tiny_queue as tq
+q = tq.Queue(sys.argv[1], fsync=False)
+atexit.register(lambda: q.put("exit", id="exit"))
+def work():
+    for n in itertools.count(): q.put(n, id=f"n{n}")
+threading.Thread(target=work, daemon=True).start()
+while not len(q): pass
+"""
 
     def test_put_at_exit_is_durable(self):
         """An atexit handler and a daemon thread's put neither hang nor lose."""
-        code = (
-            "import atexit, sys, tiny_queue as tq, threading, itertools\n"
-            "q = tq.Queue(sys.argv[1], fsync=False)\n"
-            "atexit.register(lambda: q.put('exit', id='exit'))\n"
-            "def work():\n"
-            "    for n in itertools.count(): q.put(n, id=f'n{n}')\n"
-            "threading.Thread(target=work, daemon=True).start()\n"
-            "import time\n"
-            "while not len(q): pass\n"
-        )
-        done = run_python(code, self.path, timeout=20)
+        done = run_python(self.AT_EXIT, self.path, timeout=20)
         self.assertEqual(done.returncode, 0, done.stderr)
         ids = [job.id for job in self.open().jobs()]
         self.assertIn("exit", ids)
-        rest = [id for id in ids if id != "exit"]
-        self.assertEqual(rest, [f"n{n}" for n in range(len(rest))])
+        ids.remove("exit")
+        self.assertEqual(ids, [f"n{n}" for n in range(len(ids))])
 
     LEAVING = """
 import os, sys, threading
@@ -2841,7 +2367,7 @@ class ReentranceTest(Case):
         queue.put(1, id="a")
         queue.task_done(queue.get(), False)
         self.assertEqual(len(other), 2)
-        for n in range(5):
+        for n in range(3):
             queue.put(n, id=f"d{n}", priority=5)
             queue.bury(queue.get(), "x")
         for job in queue.dead_letter():
@@ -2850,7 +2376,7 @@ class ReentranceTest(Case):
         for _ in queue.jobs():
             break
         other.put("end")
-        self.assertEqual(len(queue), 8)
+        self.assertEqual(len(queue), 6)
 
     def test_a_handler_may_put_into_its_own_queue(self):
         """Through the worker's object and through another one."""
@@ -2890,35 +2416,25 @@ print(*seen)
 print(sorted(job.payload for job in queue.jobs()))
 """
 
-    def interrupt(self, function):
-        try:
-            done = run_python(self.SIGNALLED, self.path, function, timeout=5)
-        except subprocess.TimeoutExpired:
-            self.fail(f"a put from a signal handler in {function} hangs")
-        self.assertEqual((done.returncode, done.stderr), (0, ""))
-        return done.stdout.splitlines()
-
     @of_files
-    def test_a_signal_handler_under_the_lock_gets_a_clear_error(self):
-        """A put inside a put of the same thread is refused, not a deadlock."""
-        told, payloads = self.interrupt("write")
-        self.assertIn("signal handler", told)
-        self.assertEqual(payloads, "['first', 'outer']")
-
-    @of_files
-    def test_a_signal_handler_during_the_sync_does_not_hang(self):
-        """A put while the same thread waits for the disk ends, well or with a
-        clear error."""
-        told, payloads = self.interrupt("fdatasync")
-        if told == "put":
-            self.assertEqual(payloads, "['first', 'nested', 'outer']")
-        else:
-            self.assertIn("signal handler", told)
+    def test_a_signal_handler_s_put_gets_a_clear_error(self):
+        """Inside a put of the same thread under the lock; while that waits for the
+        disk, too, or it is made.  Neither hangs."""
+        for function in ("write", "fdatasync"):
+            path = os.path.join(self.dir, function)
+            done = run_python(self.SIGNALLED, path, function, timeout=5)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            told, payloads = done.stdout.splitlines()
+            if function == "fdatasync" and told == "put":
+                self.assertEqual(payloads, "['first', 'nested', 'outer']")
+            else:
+                self.assertIn("signal handler", told)
+                self.assertEqual(payloads, "['first', 'outer']")
 
     def test_two_objects_on_one_directory_in_one_thread(self):
         """A second object never waits for the first one's lock."""
         one, two = self.open(lock_timeout=0.5), self.open(lock_timeout=0.5)
-        for n in range(20):
+        for n in range(5):
             one.put(n)
             two.task_done(two.get())
         self.assertEqual(len(one), 0)
@@ -2927,33 +2443,9 @@ print(sorted(job.payload for job in queue.jobs()))
 class FoundByBreakingTest(Case):
     """Faults that an adversary found, each pinned by its smallest case."""
 
-    def test_compaction_never_drops_what_was_not_read(self):
-        """Others append faster than a backlog is read while it is due."""
-        producer = tq.Queue(self.path, fsync=False)
-        queue = self.open()
-        kept = [queue.put("x" * 100).id for _ in range(3)]
-        with mock.patch.object(queue._engine._store, "rewrite", side_effect=OSError):
-            for _ in range(40):
-                queue.put("x" * 100, priority=1)
-                queue.task_done(queue.get())
-        late = self.open()
-        read_ahead, engine = late._engine._read_ahead, late._engine
-
-        def slow():
-            read_ahead()
-            if len(kept) < 9:
-                kept.append(producer.put("y" * 2000).id)
-
-        with mock.patch.multiple(tq, _READ_AHEAD=1000, _MIB=2000, _IDLE_SLACK=2000):
-            with mock.patch.object(engine, "_read_ahead", slow):
-                engine._compact_above = 2000
-                first = late.get()
-        self.assertEqual(sorted(kept), sorted(j.id for j in self.open().jobs()))
-        self.assertIn(first.id, kept)
-
     def test_close_frees_the_lock_whoever_waits_for_it(self):
         """Threads that wait get QueueClosedError, others the lock at once."""
-        for _ in range(10):
+        for _ in range(5):
             queue, errors = tq.Queue(self.path, fsync=False), []
 
             def work(queue=queue, errors=errors):
@@ -2963,12 +2455,7 @@ class FoundByBreakingTest(Case):
                 except tq.QueueError as exc:
                     errors.append(type(exc))
 
-            threads = [threading.Thread(target=work) for _ in range(6)]
-            for thread in threads:
-                thread.start()
-            queue.close()
-            for thread in threads:
-                thread.join(PATIENCE)
+            self.run_threads(*[work] * 6, queue.close)
             self.assertEqual(errors, [tq.QueueClosedError] * 6)
             tq.Queue(self.path, lock_timeout=1.0).put(2)
 
@@ -2979,13 +2466,9 @@ class FoundByBreakingTest(Case):
         queue.put("retried", id="r")
         queue.task_done(queue.get(), False, "KeyError: {x}", delay=1e10)
         self.assertEqual(queue.verify(), [])
-        self.append("pending", b'{"id":"to')
+        self.write("pending", b'{"id":"to', "ab")
         for view in self.views(queue):
             self.assertEqual(sorted(job.id for job in view.jobs()), ["far", "r"])
-
-    def append(self, state, data):
-        with open(file_of(self.path, state), "ab") as file:
-            file.write(data)
 
     def test_enums_count_as_their_value(self):
         """An enum's own format never reaches a file or a file's name."""
@@ -3003,25 +2486,19 @@ class FoundByBreakingTest(Case):
         self.assertTrue(all(n.startswith("mail.") for n in os.listdir(self.path)))
 
     def test_a_number_beyond_a_float_is_damage(self):
-        """1e999 in a line by hand costs that line."""
-        self.append_lines(b'{"id":"a","payload":1e999}\n{"id":"b","payload":2}\n')
+        """1e999 in a payload by hand costs that line."""
+        lines = b'{"id":"a","payload":1e999}\n{"id":"b","payload":2}\n'
+        self.write("pending", lines)
         queue = self.open()
         self.assertEqual(queue.get().payload, 2)
         self.assertEqual(queue.stats().damaged, 1)
 
-    def append_lines(self, data):
-        os.makedirs(self.path, exist_ok=True)
-        self.append("pending", data)
-
     def test_a_sealed_line_with_other_order_keeps_its_keys(self):
         """Payload, max_retries and unknown keys survive the next moves."""
         top = '{"id":"%s",%s"rev":1,"attempts":0,"priority":0,"run_at":0,%s}'
-        self.append_lines(
-            seal((top % ("a", '"payload":"p","created_at":5,', '"tag":1'))[:-1] + "}")
-            + seal(
-                top % ("b", "", '"max_retries":9,"tag":1,"created_at":5,"payload":2')
-            )
-        )
+        tail = '"max_retries":9,"tag":1,"created_at":5,"payload":2'
+        first = seal(top % ("a", '"payload":"p","created_at":5,', '"tag":1'))
+        self.write("pending", first + seal(top % ("b", "", tail)))
         queue = self.open()
         for job in queue.get_many(2):
             queue.release(job)
@@ -3030,53 +2507,20 @@ class FoundByBreakingTest(Case):
         self.assertEqual(jobs["b"].max_retries, 9)
         self.assertEqual(file_bytes(self.path, "pending").count(b'"tag":1'), 4)
 
-    def test_all_jobs_of_a_dead_holder_come_at_once(self):
-        """Also on a queue with others due: not one a second."""
-        holder = tq.Queue(self.path, fsync=False)
-        holder.put_many(range(20))
-        leases = holder.get_many(20)
-        queue = self.open()
-        queue.put_many(range(100, 120))
-        holder.close()
-        del leases
-        start = time.monotonic()
-        seen = [queue.get().payload for _ in range(40)]
-        self.assertEqual(sorted(seen[:21])[-1] >= 0, True)
-        self.assertEqual(sorted(seen), [*range(20), *range(100, 120)])
-        self.assertLess(time.monotonic() - start, 5.0)
-
     def test_threads_wait_for_a_busy_lock_side_by_side(self):
         """Eight durable puts time out together, not one after the other."""
-        queue, holder = self.open(lock_timeout=0.5, fsync=True), self.open()
+        queue, holder = self.open(lock_timeout=0.2, fsync=True), self.open()
         queue.put(0)
-        errors = []
 
         def put():
-            try:
-                queue.put(1)
-            except tq.LockTimeoutError as exc:
-                errors.append(exc.timeout)
+            self.assertRaises(tq.LockTimeoutError, queue.put, 1)
 
         holder._engine._lock.acquire(True, lambda: False)
         start = time.monotonic()
         self.run_threads(*[put] * 8)
         holder._engine._lock.release()
-        self.assertEqual(errors, [0.5] * 8)
-        self.assertLess(time.monotonic() - start, 2.0)
+        self.assertLess(time.monotonic() - start, 1.2)
         self.assertEqual(len(queue), 1)
-
-    def test_reaping_spares_leases_with_time_left(self):
-        """Only an explicit age takes a job from a living holder."""
-        clock = Clock()
-        with clock.patch():
-            queue = self.open(lease_timeout=3600.0)
-            queue.put(1)
-            job = queue.get()
-            clock.jump(1000.0, 1000.0)
-            other = self.open()
-            self.assertEqual(other.reap_stale(), 0)
-            self.assertEqual(other.reap_stale(900), 1)
-            self.assertRaises(tq.LeaseLostError, queue.task_done, job)
 
     def test_a_symlinked_directory_can_be_synced(self):
         """With fsync, too, and for a directory below it."""
