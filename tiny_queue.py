@@ -2071,7 +2071,7 @@ class _FileEngine(_Engine):
         """Compact if more is superseded than that, and than what lives: so that
         rewriting stays a constant share of each operation's cost."""
         superseded = self._index.superseded
-        if superseded > max(slack, self._index.live_bytes):
+        if superseded > slack and superseded > self._index.live_bytes:
             if not self._store.readonly:
                 self._try_compact()
 
@@ -2372,7 +2372,8 @@ class _FileEngine(_Engine):
             leased_at=leased_at,
             lease_until=now + change.seconds,
         )
-        return self._job(record._replace(rev=rev), "inflight", holder), line
+        leased = _Record(record.key, rev, fields, record.rest)
+        return self._job(leased, "inflight", holder), line
 
     # Change, renew
 
