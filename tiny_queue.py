@@ -1505,6 +1505,9 @@ class _Change(NamedTuple):
         return cls(job.id, fence, state, seconds, None, *counts)
 
 
+_make_change: Any = functools.partial(tuple.__new__, _Change)
+
+
 class _Taken(NamedTuple):
     """What a take did: which changes held, the jobs, and for wait() what it
     saw if there was none."""
@@ -1573,11 +1576,10 @@ class _Engine:
         above: int = _LOWEST,
         changes: Sequence[_Change] = (),
     ) -> _Taken:
-        """Make the changes, durably, and lease up to n due jobs of a priority
-        above; one commit.
+        """Settle what the changes say is done, durably, and lease up to n due
+        jobs of a priority above; one commit.
 
         Without `held` a lease outlives this process and ends only by time.
-        If the changes were made and the lease then fails, no job is returned.
         """
         raise NotImplementedError
 
@@ -2265,10 +2267,9 @@ class _FileEngine(_Engine):
         changes: Sequence[_Change] = (),
     ) -> _Taken:
         events = self._watch.events
-        made, jobs, due, tickets = self._transact(
-            self._take, n, seconds, held, above, changes
-        )
-        self._commit(tickets)
+        args = n, seconds, held, above, changes
+        made, jobs, due, ticket = self._transact(self._take, *args)
+        self._commit([ticket])
         if jobs:
             self._lost_races = 0, -math.inf
         return _Taken(made, jobs, (events, due))
@@ -2280,28 +2281,19 @@ class _FileEngine(_Engine):
         held: bool,
         above: int,
         changes: Sequence[_Change],
-    ) -> tuple[list[bool], list[Job], float, list[_Ticket | None]]:
-        """The tombstones and the leases are one write; of what was changed
-        nothing is leased yet, so that all is read before anything is written."""
-        index = self._index
+    ) -> tuple[list[bool], list[Job], float, _Ticket | None]:
+        """The tombstones and the leases are one write, whole or not at all."""
+        index, ticket = self._index, None
         index.promote(time.time())
         jobs, leases = self._lease_next(n, seconds, held, above)
-        lines, made = self._lines(changes)
-        tickets = [self._append(file, lines[file]) for file in (0, 2) if lines[file]]
-        try:
-            if lines[1] or leases:
-                ticket = self._append(1, lines[1] + leases, durable=bool(lines[1]))
-                tickets.append(ticket)
-        except OSError:
-            if lines[1] or not tickets:
-                raise
-            jobs, leases = [], []  # the changes are made, and that must be told
-            index.discard()
+        made, lines = self._lines(changes)
+        if lines or leases:
+            ticket = self._append(1, lines + leases, durable=bool(lines))
         for job, line in zip(jobs, leases):
             index.tokens[line.key] = cast(str, job.token)
         if not jobs:
             self._compact_beyond(_IDLE_SLACK)
-        return made, jobs, 0.0 if index.counts[_PENDING] else index.next_due(), tickets
+        return made, jobs, 0.0 if index.counts[_PENDING] else index.next_due(), ticket
 
     def _lease_next(
         self, n: int, seconds: float, held: bool, above: int
@@ -2309,10 +2301,10 @@ class _FileEngine(_Engine):
         holder, jobs, leases = None, [], []
         for record in self._pick(n, above):
             holder = self._live_holder() if held and not holder else holder
-            get = record.fields.get
-            counts = record.fields["attempts"] + 1, get("lapses", 0), get("last_error")
-            change = _Change("", None, "inflight", seconds, None, *counts, self.fresh())
-            job, line = self._lease(record, change, holder)
+            attempts, get = record.fields["attempts"], record.fields.get
+            counts = attempts + 1, get("lapses", 0), get("last_error")
+            change = "", None, "inflight", seconds, None, *counts, self.fresh()
+            job, line = self._lease(record, _make_change(change), holder)
             jobs.append(job)
             leases.append(line)
         return jobs, leases
@@ -2351,28 +2343,21 @@ class _FileEngine(_Engine):
         self, record: _Record, change: _Change, holder: _Holder | None
     ) -> tuple[Job, _Line]:
         """A job with its lease, and the line that says so."""
-        now, fields, token = time.time(), record.fields, cast(str, change.token)
-        begun = (
-            fields.get("leased_at") if change.attempts == fields["attempts"] else None
-        )
-        number = holder.number if holder else 0
-        renewed = "" if begun is None else f'"renewed_at":{now},'
-        leased_at = now if begun is None else begun
+        now, fields, token = time.time(), record.fields, change.token
+        number, renewed, leased_at = holder.number if holder else 0, "", now
+        if change.attempts == fields["attempts"] and "leased_at" in fields:
+            renewed, leased_at = f'"renewed_at":{now},', fields["leased_at"]
+        until = now + change.seconds
         stamp = (
             f'"token":"{token}","holder":{number},"clock":{time.monotonic()},'
-            f'"leased_at":{leased_at},{renewed}"lease_until":{now + change.seconds},'
+            f'"leased_at":{leased_at},{renewed}"lease_until":{until},'
         )
         rev = self._index.next_rev(record.key)
         line = record.change(_INFLIGHT, rev, fields["run_at"], stamp, change)
-        fields.update(
-            attempts=change.attempts,
-            lapses=change.crashes,
-            last_error=change.error,
-            token=token,
-            leased_at=leased_at,
-            lease_until=now + change.seconds,
-        )
-        leased = _Record(record.key, rev, fields, record.rest)
+        fields["attempts"], fields["lapses"] = change.attempts, change.crashes
+        fields["last_error"], fields["token"] = change.error, token
+        fields["leased_at"], fields["lease_until"] = leased_at, until
+        leased = _make_record((record.key, rev, fields, record.rest))
         return self._job(leased, "inflight", holder), line
 
     # Change, renew
@@ -2385,27 +2370,19 @@ class _FileEngine(_Engine):
     def _change(
         self, changes: Sequence[_Change]
     ) -> tuple[list[bool], list[_Ticket | None]]:
-        lines, made = self._lines(changes)
-        return made, [
-            self._append(file, part)
-            for file in (0, 2, 1)
-            for part in _parts(lines[file])
-        ]
+        made, lines = self._lines(changes)
+        return made, [self._append(file, part) for file, part in _writes(lines)]
 
-    def _lines(
-        self, changes: Sequence[_Change]
-    ) -> tuple[list[list[_Line]], list[bool]]:
-        """The lines of those changes whose fence holds, by file."""
-        lines: list[list[_Line]] = [[], [], []]
-        made = []
+    def _lines(self, changes: Sequence[_Change]) -> tuple[list[bool], list[_Line]]:
+        """Which changes' fences hold, and the lines of those."""
+        made, lines = [], []
         for change in changes:
             key = _key(change.id)
             entry = self._fenced(key, change.fence)
             made.append(entry is not None)
             if entry is not None:
-                line = self._next_line(key, entry, change)
-                lines[_FILE_OF[line.state]].append(line)
-        return lines, made
+                lines.append(self._next_line(key, entry, change))
+        return made, lines
 
     def _fenced(self, key: bytes, fence: str | int | None) -> int | None:
         """A live job's entry, if its lease's token (I6) or its rev is the fence."""
@@ -2659,17 +2636,18 @@ class _FileEngine(_Engine):
             self._lock.release()  # once more, for the same reason as in _locked
 
 
-def _parts(lines: list[_Line]) -> Iterator[list[_Line]]:
-    """Writes of bounded size, or one line."""
-    part, size = [], 0
+def _writes(lines: Sequence[_Line]) -> Iterator[tuple[int, list[_Line]]]:
+    """Lines in a row for one file, in parts of bounded size."""
+    part: list[_Line] = []
+    size = file = 0
     for line in lines:
-        part.append(line)
-        size += len(line.line)
-        if size > _MIB:
-            yield part
+        if part and (size > _MIB or _FILE_OF[line.state] != file):
+            yield file, part
             part, size = [], 0
+        part.append(line)
+        size, file = size + len(line.line), _FILE_OF[line.state]
     if part:
-        yield part
+        yield file, part
 
 
 # Lines
@@ -2742,6 +2720,9 @@ class _Record(NamedTuple):
             f'"priority":{priority},"run_at":{run_at or 0},{extra}{self.rest}'
         )
         return _Line(line, self.key, rev, state, priority, run_at)
+
+
+_make_record: Any = functools.partial(tuple.__new__, _Record)
 
 
 class _Lease(NamedTuple):
