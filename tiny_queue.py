@@ -4485,7 +4485,7 @@ _SQL_CHANGE = """UPDATE  -- the new state whole; a delivery begins when attempts
 _SQL_LEASE = _SQL_CHANGE.replace("place = NEXT, ", "")
 _SQL_DONE = """DELETE  -- a settled job leaves nothing
     FROM JOBS WHERE queue = :queue AND id = :id"""
-_SQL_FENCES: dict[type, str] = {  # by what the caller knows of the job
+_SQL_FENCES = {  # by what the caller knows of the job
     str: " AND token = :fence",  # I6: the token alone
     int: " AND rev = UNLOCKED",  # only if nobody was, or is about to be, faster
     type(None): "",
@@ -4594,6 +4594,7 @@ class _SqlLink:
 
     connection: Any = None
     cursor: Any = None
+    sent = False  # what is to be done, after seeing to the tables
     doubt = False  # an earlier try of it may have been carried out
     lazy = False  # a power cut may forget it
     tell = False  # it may make a job due soon: who waits is to be woken
@@ -4692,20 +4693,14 @@ class _SqlEngine(_Engine):
         *args: Any,
         connection: Any = None,
         make: bool = False,
-        write: bool = True,
-        lazy: bool = False,
-        block: bool = False,
         again: bool = True,
-        bare: bool = False,
-        soon: bool = False,
-        nothing: Any = None,
+        **how: Any,
     ) -> Any:
         """Run body(link, *args) as one transaction, or in the caller's.
 
         What certainly was not carried out is tried again within lock_timeout,
-        and with `again` also what may have been.  A `block` has more than one
-        statement.  `soon` a job may be due by it.  `nothing` is the answer where
-        there are no tables, unless it makes them or needs none (`bare`).
+        and with `again` also what may have been.  `make` makes the tables.  For
+        what else there is see _try().
         """
         self._check_process()
         if connection is not None:
@@ -4713,25 +4708,19 @@ class _SqlEngine(_Engine):
         deadline = time.monotonic() + max(self._lock_timeout, self.SECONDS)
         pause, doubt, log = self.PAUSES[0], False, "warning"
         while True:
+            link: Any = None
             lent: list[Any] = []
-            link, sent = None, False
             try:
                 try:
                     link = self._lend(lent, deadline, make)
-                    if link is None or not (bare or self._prepared(link, make)):
-                        return nothing
-                    link.doubt, link.lazy, link.tell, sent = doubt, lazy, soon, True
-                    block = self._begin(link, write, block)
-                    result = body(link, *args)
-                    if block:
-                        link.execute("COMMIT")
-                    return result
+                    return self._try(link, make, doubt, body, args, **how)
                 finally:
                     self._give_back(lent)
             except (self._driver.Error, OSError, _UnreachableError) as exc:
                 error, retry, lost = self._judge(exc, link)
-                doubt, left = doubt or (sent and lost), deadline - time.monotonic()
-                if left <= 0 or not retry or (sent and lost and not again):
+                lost, left = lost and link.sent, deadline - time.monotonic()
+                doubt = doubt or lost
+                if left <= 0 or not retry or (lost and not again):
                     raise (self._in_doubt(error) if doubt else error) from exc
             finally:
                 self._give_back(lent)  # a Ctrl-C may have ended the first
@@ -4741,6 +4730,35 @@ class _SqlEngine(_Engine):
                 log = "debug"
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, self.PAUSES[1])
+
+    def _try(
+        self,
+        link: Any,
+        make: bool,
+        doubt: bool,
+        body: Callable[..., Any],
+        args: Any,
+        write: bool = True,
+        lazy: bool = False,
+        block: bool = False,
+        soon: bool = False,
+        bare: bool = False,
+        nothing: Any = None,
+    ) -> Any:
+        """A `block` has more than one statement.  `soon` a job may be due by it.
+        `nothing` is the answer where there are no tables, unless it needs none
+        (`bare`)."""
+        if link is None:
+            return nothing
+        link.sent = False
+        if not (bare or self._prepared(link, make)):
+            return nothing
+        link.doubt, link.lazy, link.tell, link.sent = doubt, lazy, soon, True
+        block = self._begin(link, write, block)
+        result = body(link, *args)
+        if block:
+            link.execute("COMMIT")
+        return result
 
     def _check_open(self) -> None:
         if self._closed:
@@ -5783,7 +5801,8 @@ def _poll(fd: int, events: int, seconds: float) -> int:
 
 
 class _PgLink(_SqlLink):
-    """A connection in autocommit, whose waits end at a deadline; or room for one."""
+    """A connection in autocommit, whose waits end at a deadline; or room
+    for one."""
 
     def __init__(self) -> None:
         self.pid, self.fd, self.deadline = os.getpid(), -1, math.inf
