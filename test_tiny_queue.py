@@ -9495,9 +9495,9 @@ class Terminal:
                 os._exit(127)
         self.seen = ""
 
-    def read_until(self, text, timeout=PATIENCE):
+    def read_until(self, text):
         """Read until a text was shown since the last call; return all of it."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE
         while text not in self.seen:
             if not self._more(deadline - time.monotonic()):
                 raise AssertionError(f"{text!r} was not shown, but {self.seen!r}")
@@ -13735,7 +13735,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("one release", "InterruptTest",
      "_locked", "finally:\n            lock.release()", "finally:\n            pass"),
     ("descriptors are born unowned", "InterruptTest",
-     "_Fd.__init__", "self._own.append(os.open(path, flags, mode))",
+     "_Fd.__init__", "self._own.append(os.open(path, flags, 0o666))",
      "fd = os.open(path, flags, mode)\n            self._own.append(fd)"),
     ("calls within calls", "ReentranceTest",
      "_locked", "if lock.mine():", "if False:"),

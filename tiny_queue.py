@@ -3346,12 +3346,12 @@ class _Fd:
 
     __slots__ = ("fd", "_own", "_close", "__weakref__")
 
-    def __init__(self, path: str, flags: int, mode: int = 0o666) -> None:
+    def __init__(self, path: str, flags: int) -> None:
         self.fd = -1
         self._own: list[int] = []
         self._close = os.close
         with _FORKING:
-            self._own.append(os.open(path, flags, mode))
+            self._own.append(os.open(path, flags, 0o666))
             _FDS.add(self)
         self.fd = self._own[0]
 
@@ -3374,9 +3374,9 @@ class _Fd:
     __del__ = close
 
 
-def _open_file(path: str, flags: int, mode: int = 0o666) -> _Fd:
+def _open_file(path: str, flags: int) -> _Fd:
     """Open a regular file; anything else in its place is refused."""
-    file = _Fd(path, flags | _OPEN_SAFELY, mode)
+    file = _Fd(path, flags | _OPEN_SAFELY)
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         raise OSError(errno.ENXIO, "not a regular file", path)
     return file
