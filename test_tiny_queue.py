@@ -1218,6 +1218,7 @@ class PayloadsTest(Case):
         queue = self.open()
         queue.put(deep)
         queue.put("[" * 5000)
+        queue.put([[]] * 600)
         self.assertRaises(ValueError, queue.put, [deep])
         self.assertRaises(ValueError, queue.put, {"a": deep})
         endless: object = 1
@@ -1226,7 +1227,7 @@ class PayloadsTest(Case):
         self.assertRaises(ValueError, queue.put, endless)
         while isinstance(endless, list):  # its own destruction would recurse
             endless = endless[0]
-        self.assertDrains(self.open(), [deep, "[" * 5000])
+        self.assertDrains(self.open(), [deep, "[" * 5000, [[]] * 600])
 
     def test_payloads_come_back_as_json_makes_them(self):
         """Keys and tuples follow the json module, numbers are exact, and what the
@@ -1443,6 +1444,20 @@ class LifeTest(Case):
         with mock.patch.object(queue._engine, "records", looked):
             self.assertEqual(queue.purge("dead"), 0)
         self.assertEqual(self.state(queue), ("pending", 0))
+
+    def test_requeue_is_told_that_another_was_faster(self):
+        """Between its look and the change the dead job was cancelled."""
+        queue, job = self.leased()
+        queue.bury(job, "x")
+        find = queue._engine.find
+
+        def looked(id):
+            found = find(id)
+            queue.cancel(id)
+            return found
+
+        with mock.patch.object(queue._engine, "find", looked):
+            self.assertRaises(tq.JobNotFoundError, queue.requeue_dead, "a")
 
     def test_only_a_lease_is_settled_or_renewed(self):
         """However it was left, the token alone is the fence (I6): the job, or its
@@ -5506,10 +5521,15 @@ class ChangedFilesTest(Case):
         for view in self.views(self.queue):
             self.assertEqual(view.find("a").payload, 1)
 
-    def test_a_head_that_shrinks_is_read_anew(self):
-        """A get that finds less than a line at its place delivers all the same."""
-        with self.lying(1024, lambda block: block[:10]):
-            self.assertEqual(self.queue.get().id, "a")
+    def test_a_head_that_changes_is_read_anew(self):
+        """A get that finds less than a line at its place, or one that was never
+        there, delivers all the same."""
+        other = b'{"id":"b","payload":1}\n'
+        for lie in (lambda block: block[:10], self.swap, lambda block: other):
+            with self.lying(1024, lie):
+                job = self.queue.get()
+            self.assertEqual(job.id, "a")
+            self.queue.release(job)
 
     def test_lines_without_an_end_are_read_anew(self):
         """So is a chunk that has no newline, where one had been."""
@@ -5521,12 +5541,14 @@ class ChangedFilesTest(Case):
             self.assertEqual(late.get().id, "a")
 
     def test_an_iteration_over_a_file_changed_in_place(self):
-        """jobs() says so: it has no lock under which to read anew."""
+        """jobs() says so: it has no lock under which to read anew.  So it does
+        if the disk cannot read."""
         queue = self.queue
-        jobs = queue.jobs()
-        with self.lying(self.length, self.swap):
-            self.assertRaisesRegex(tq.QueueError, "call it again", next, jobs)
-        self.assertEqual(next(queue.jobs()).id, "a")
+        for lie, said in ((self.swap, "call it again"), (fails(errno.EIO), "the disk")):
+            jobs = queue.jobs()
+            with self.lying(self.length, lie):
+                self.assertRaisesRegex(tq.QueueError, said, next, jobs)
+            self.assertEqual(next(queue.jobs()).id, "a")
 
 
 class ModesTest(Case):
@@ -10899,6 +10921,12 @@ class SupervisorTest(CommandLineCase):
         self.assertEqual(os.read(supervisor._stop_end, 1), b"")
         both = [mock.call(1000, signal.SIGTERM), mock.call(1000, signal.SIGINT)]
         self.assertEqual(kill.mock_calls, both)
+
+    def test_a_signal_while_no_job_runs_says_nothing(self):
+        """There is none that a second signal could give back."""
+        supervisor, _ = self.supervisor()
+        supervisor._forwarded = 1
+        self.assertEqual(self.said(supervisor._forward), "")
 
     def test_no_worker_can_be_started(self):
         """It is told, and tried again after a pause."""

@@ -718,12 +718,10 @@ class Queue:
         """
         if id is None:
             return self._change_all(map(_replayed, self._engine.records("dead")))
-        while True:
-            job = self._engine.find(_job_id(id))
-            if job is None or job.state != "dead":
-                raise _unknown(id, "dead", self.path)
-            if self._engine.change([_replayed(job)])[0]:
-                return 1
+        job = self._engine.find(_job_id(id))
+        if job is None or job.state != "dead" or not self._change_all([_replayed(job)]):
+            raise _unknown(id, "dead", self.path)
+        return 1
 
     def reap_stale(self, older_than_seconds: float | None = None) -> int:
         """Take back the jobs whose lease is over; return how many.
