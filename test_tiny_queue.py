@@ -1423,6 +1423,26 @@ class LifeTest(Case):
         self.assertEqual(self.open().stats()[:4], (3, 0, 0, 0))
         self.assertDrains(queue, [2, 1, {"n": 1}])
 
+    def test_an_error_hides_nothing_that_was_done_before_it(self):
+        """Jobs taken over are handed over, and a settlement counts; a call that
+        has done nothing tells the error."""
+        queue, _ = self.leased()
+        queue.put(2, id="b")
+        self.assertEqual(queue.get().id, "b")
+        engine, error = queue._engine, tq.QueueError("disk full")
+        takes = [error, tq._Taken([], [], None), error, error]
+        self.later(400.0)
+        with mock.patch.object(engine, "take", side_effect=takes):
+            self.assertRaises(tq.QueueError, queue.get)
+            (job,) = queue.get_many(2)
+            self.assertEqual((job.id, job.attempts), ("b", 2))
+            self.later(1.0)
+            done = tq._Change("b", job.token, "done")
+            self.assertEqual(queue._next(1, 9.0, True, False, [done]).made, [True])
+        with mock.patch.object(engine, "expired", side_effect=error):
+            self.assertRaises(tq.QueueError, queue.get)
+        self.assertEqual(queue.get().id, "a")
+
     def test_a_get_makes_dead_what_has_no_retries_left(self):
         """It does not deliver what is over and spent once more."""
         queue, _ = self.leased(max_retries=0)
