@@ -1545,6 +1545,22 @@ class LifeTest(Case):
         queue.task_done(again)
         self.assertIsNone(self.state(queue))
 
+    def test_expired_leases_come_back_in_their_order(self):
+        """That of the leases, not of the puts: taken over, or given back."""
+        clock = Clock()
+        with clock.patch():
+            queue = self.open(backoff=lambda n: 0)
+            queue.put("second", delay=5.0)
+            queue.put("first")
+            queue.get()
+            clock.jump(6.0, mono=6.0)
+            queue.get()
+            for give_back in (lambda: 0, queue.reap_stale):
+                clock.jump(400.0, mono=400.0)
+                give_back()
+                found = [queue.get().payload, queue.get().payload]
+                self.assertEqual(found, ["first", "second"])
+
     def test_purge_by_state_and_age(self):
         """The age counts from the last delivery, without one from the put."""
         queue = self.open()
@@ -13488,8 +13504,9 @@ def places_of(source):
             names = []
             if isinstance(node, ast.FunctionDef):
                 names = [node.name, f"{getattr(owner, 'name', '')}.{node.name}"]
-            elif isinstance(node, ast.Assign) and isinstance(owner, ast.Module):
-                names = [ast.unparse(target) for target in node.targets]
+            elif isinstance(owner, ast.Module) and hasattr(node, "value"):
+                targets = getattr(node, "targets", [getattr(node, "target", node)])
+                names = [ast.unparse(target) for target in targets]
             for name in names:
                 found[name].append((lines[node.lineno - 1], lines[node.end_lineno]))
     for name, spans in found.items():
@@ -13867,35 +13884,37 @@ MUTANTS = [Mutant(*row) for row in [
      "Queue._failed", "job.attempts > job.max_retries",
      "job.attempts >= job.max_retries"),
     ("a failure is not counted",
-     "LifeTest.test_failure_makes_it_pending_with_its_error",
+     "LifeTest.test_how_a_delivery_that_did_not_succeed_can_end",
      "Queue._failed", "attempts=job.attempts", "attempts=job.attempts - 1"),
     ("a failed job is due at once",
      "RetryTest.test_the_backoff_is_asked_with_the_attempt",
      "Queue._failed", "self._backoff(job.attempts) if delay is None",
      "0.0 if delay is None"),
-    ("a buried job is retried", "LifeTest.test_bury",
+    ("a buried job is retried",
+     "LifeTest.test_how_a_delivery_that_did_not_succeed_can_end",
      "Queue._buried", '"dead"', '"pending"'),
     ("a released delivery counts", "LifeTest.test_release_does_not_count",
      "Queue._released", "job.attempts - 1", "job.attempts"),
     ("a lost lease is not told",
-     "LifeTest.test_settling_twice_or_elsewhere_changes_nothing",
+     "LifeTest.test_only_a_lease_is_settled_or_renewed",
      "Queue._settle", "raise _lost(", "bool, ("),
-    ("a lost lease is renewed", "LifeTest.test_cancel_in_each_state",
+    ("a lost lease is renewed",
+     "LifeTest.test_only_a_lease_is_settled_or_renewed",
      "Queue.extend", "raise _lost(", "return job or ("),
-    ("one get has the queue's lease timeout", "LifeTest.test_lease_timeout_of_one_get",
+    ("one get has the queue's lease timeout", "LifeTest.test_how_long_a_lease_lasts",
      "Queue._get", "seconds = _lease_seconds(lease_timeout)", "pass"),
-    ("a renewal begins a new lease", "LifeTest.test_extend_renews_from_now",
+    ("a renewal begins a new lease", "LifeTest.test_how_long_a_lease_lasts",
      "Queue.extend", "token=job.token", "token=self._engine.fresh()"),
-    ("what is not dead is replayed", "LifeTest.test_requeue_one",
+    ("what is not dead is replayed", "LifeTest.test_requeue",
      "Queue.requeue_dead", ' or job.state != "dead"', ""),
-    ("a replayed job keeps its attempts", "LifeTest.test_requeue_one",
+    ("a replayed job keeps its attempts", "LifeTest.test_requeue",
      "_replayed", '"pending", ', '"pending", attempts=job.attempts, '),
     ("a crash is not counted", "HolderTest.test_a_poison_job_reaches_dead",
      "_Expired.change", "self.crashes + 1", "self.crashes"),
     ("dead though it has a retry left", "HolderTest.test_a_poison_job_reaches_dead",
      "_Expired.is_spent", "self.attempts >", "self.attempts >="),
     ("a crash more than retries",
-     "LifeTest.test_reap_makes_dead_what_has_no_retries_left",
+     "LifeTest.test_a_get_makes_dead_what_has_no_retries_left",
      "_Expired.is_spent", "self.max_retries", "self.max_retries + 1"),
     ("a first crash has a backoff",
      "HolderTest.test_a_lease_renewed_while_the_backoff_is_asked_stays",
@@ -13992,10 +14011,10 @@ MUTANTS = [Mutant(*row) for row in [
     ("files: the wall clock ends a living holder's lease",
      "HolderTest.test_a_live_holder_keeps_its_job_however_the_wall_clock_jumps",
      "over", "clock - self.clock if alive else now", "now"),
-    ("files: a lease never runs out", "LifeTest.test_a_lapsed_lease_is_taken_over",
+    ("files: a lease never runs out", "LifeTest.test_an_expired_lease_is_taken_over",
      "over", "age >= self.length or ", ""),
     ("files: purge by age ignores the last delivery",
-     "LifeTest.test_purge_by_age_counts_from_the_last_delivery",
+     "LifeTest.test_purge_by_state_and_age",
      "_FileEngine._view", "max(job.created_at, job.leased_at or 0.0)",
      "job.created_at"),
     ("files: the oldest was never delayed",
@@ -14086,7 +14105,7 @@ MUTANTS = [Mutant(*row) for row in [
      "_SqlEngine._undo", "link.execute(link.undo)", "pass"),
     # ids, and the token is the fence (I6)
     ("databases: no token check",
-     "LifeTest*.test_an_old_token_cannot_settle_a_new_delivery",
+     "LifeTest*.test_only_a_lease_is_settled_or_renewed",
      "_SQL_FENCES", '" AND token = :fence"', '""'),
     ("databases: no rev check",
      "HolderTest*.test_a_lease_renewed_while_the_backoff_is_asked_stays",
@@ -14108,18 +14127,21 @@ MUTANTS = [Mutant(*row) for row in [
     ("databases: exist_ok is an error",
      "IdsTest*.test_exist_ok_returns_the_job_that_is_there",
      "_SqlEngine.put", "if exist_ok:", "if False:"),
-    ("SQLite: a delivery is not counted", "LifeTestSqlite.test_put_get_done",
-     "_SqliteEngine._lease", "attempts + 1", "attempts"),
-    ("PostgreSQL: a delivery is not counted", "LifeTestPostgres.test_put_get_done",
+    ("SQLite: a delivery is not counted",
+     "LifeTestSqlite.test_reap_counts_only_what_is_stale",
+     "_SqliteEngine._lease", "attempts=count", "attempts=attempts"),
+    ("PostgreSQL: a delivery is not counted",
+     "LifeTestPostgres.test_release_does_not_count",
      "_PG_TAKE", "attempts = attempts + 1", "attempts = attempts"),
     ("databases: text is not kept as it is",
      "PayloadsTest*.test_any_id_comes_back_as_it_was",
      "_from_column", r'if "\\" in text', "if False"),
-    ("SQLite: a lease leaves its job where it was", "LifeTestSqlite.test_put_get_done",
-     "_SqliteEngine._lease", "update(state=state, attempts=count",
-     "update(state='pending', attempts=count"),
+    ("SQLite: a lease leaves its job where it was",
+     "OrderTestSqlite.test_get_many_takes_up_to_n_in_order",
+     "_SqliteEngine._lease", "state=state, attempts=count",
+     "state='ready', attempts=count"),
     ("PostgreSQL: what is inflight is leased again",
-     "LifeTestPostgres.test_put_get_done",
+     "OrderTestPostgres.test_get_many_takes_up_to_n_in_order",
      "_PG_TAKE", "state = 'ready' AND priority", "state <> 'dead' AND priority"),
     # answers of the server that were lost
     ("PostgreSQL: a take whose answer was lost takes again",
@@ -14163,7 +14185,8 @@ MUTANTS = [Mutant(*row) for row in [
     ("databases: nobody lives",
      "HolderTest*.test_a_stopped_holder_loses_the_lease_at_its_deadline",
      "_SQL_EXPIRED", "owner <> 0 AND owner NOT IN (LIVING)", "owner <> 0"),
-    ("databases: a lease never runs out", "LifeTest*.test_a_lapsed_lease_is_taken_over",
+    ("databases: a lease never runs out",
+     "LifeTest*.test_an_expired_lease_is_taken_over",
      "_SQL_EXPIRED", "age >= lasts OR ", ""),
     ("databases: what was not renewed is not reaped",
      "LifeTest*.test_reap_counts_only_what_is_stale",
@@ -14178,7 +14201,7 @@ MUTANTS = [Mutant(*row) for row in [
      "HolderTestPostgres.test_a_killed_holder_s_job_is_back_at_the_next_get",
      "_PostgresEngine.take", "session.number if session else 0", "0"),
     ("databases: purge by age ignores the last delivery",
-     "LifeTest*.test_purge_by_age_counts_from_the_last_delivery",
+     "LifeTest*.test_purge_by_state_and_age",
      "_SQL_RECORDS", "GREATEST(created_at, coalesce(leased_at, 0))", "created_at"),
     ("databases: purge has no end",
      "LifeTest*.test_purge_leaves_what_is_put_meanwhile",
@@ -14195,7 +14218,7 @@ MUTANTS = [Mutant(*row) for row in [
      "_SqliteEngine.close", "self._disconnect()", "pass"),
     ("PostgreSQL: close leaves connections open",
      "CloseTestPostgres.test_close_leaves_nothing_open",
-     "_PostgresEngine.close", "self._free.pop().close()", "self._free.pop()"),
+     "_PostgresEngine.close", "while self._free:", "while False:"),
     ("PostgreSQL: close leaves a session open",
      "CloseTestPostgres.test_close_leaves_nothing_open",
      "_PostgresEngine.close", "self._session.close()", "pass"),
@@ -14300,7 +14323,8 @@ def try_out(trials):
 
 def tests_of(name):
     suite = unittest.TestLoader().loadTestsFromName(name, sys.modules[__name__])
-    return list(suite if isinstance(suite, unittest.TestSuite) else [suite])
+    tests = list(suite if isinstance(suite, unittest.TestSuite) else [suite])
+    return [each for each in tests if type(each).__name__ != "_FailedTest"]
 
 
 class MutantTableTest(Limited):
