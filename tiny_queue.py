@@ -2473,16 +2473,15 @@ class _FileEngine(_Engine):
         clock, now = time.monotonic(), time.time()
         alive: dict[int, bool] = {}
         mine = self._holder.number if self._holder else 0
-        over = []
+        over = []  # in the order of the file, as leases are remembered
         for lease in self._leases():
             number = lease.holder
             if number and number not in alive:
                 alive[number] = number == mine or self._lock.holds(number)
             reason = lease.over(alive.get(number), clock, now, older_than)
             if reason:
-                place = self._index.entries[lease.key] >> 64
-                over.append((place, lease.job._replace(reason=reason)))
-        return [job for _, job in sorted(over)]  # in the order of the file
+                over.append(lease.job._replace(reason=reason))
+        return over
 
     # Looking
 
