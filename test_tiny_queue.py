@@ -8456,6 +8456,7 @@ class PostgresUrlTest(Case):
         """Neither in repr, path nor errors, wherever in the URL they stand."""
         for url in ("postgresql://me:open%20sesame@127.0.0.1:1/db",
                     "postgres://127.0.0.1:1/db?user=me&password=open%20sesame",
+                    "postgresql://127.0.0.1/db?password=sesame&port=x&nothing=1",
                     "postgresql://me:open sesame?@127.0.0.1:x/db",
                     "postgresql://me:open%2sesame@127.0.0.1/db",
                     "postgresql://me:o/p?sesame@127.0.0.1/db",
@@ -8786,13 +8787,18 @@ class PostgresTest(ClusterCase):
         self.ask(f"ANALYZE {self.table(queue)}")
         queue.put_many(range(3000))
         queue.put_many(range(300), delay=1e-3)
-        costs, real = collections.Counter(), tq._SqlLink.execute
+        costs = collections.Counter()
+        self.use_it_all(queue, costs)
+        self.assertGreater(len(costs), 15)
+        self.assertEqual({sql: n for sql, n in costs.items() if n > 700}, {})
+
+    @contextlib.contextmanager
+    def counted(self, costs):
+        """Count the rows that each statement outside of a block reads in vain."""
+        real = tq._SqlLink.execute
 
         def execute(link, sql, keys=None):
-            if (
-                "tiny_queue_jobs" in sql
-                and link.connection.info.transaction_status == 0
-            ):
+            if "tiny_queue_jobs" in sql and not link.in_transaction():
                 with link.connection.transaction(force_rollback=True):
                     plan = real(link, "EXPLAIN (ANALYZE, FORMAT JSON) " + sql, keys)
                     plan = plan.fetchone()[0][0]["Plan"]
@@ -8801,25 +8807,20 @@ class PostgresTest(ClusterCase):
                     costs[sql] += int(sum(removed) * node["Actual Loops"])
             return real(link, sql, keys)
 
-        def each(link, sql, rows):
-            return [link.execute(sql, keys).fetchone() for keys in rows]
-
-        with (
-            mock.patch.object(tq._SqlLink, "execute", execute),
-            mock.patch.object(tq._PgLink, "execute_each", each),
-        ):
-            self.use_it_all(queue)
-        self.assertGreater(len(costs), 15)
-        self.assertEqual({sql: n for sql, n in costs.items() if n > 700}, {})
+        with mock.patch.object(tq._SqlLink, "execute", execute):
+            yield
 
     def nodes(self, plan):
         yield plan
         for part in plan.get("Plans", ()):
             yield from self.nodes(part)
 
-    def use_it_all(self, queue):
+    def use_it_all(self, queue, costs):
         """Each verb once, some hundred jobs a time."""
-        engine = queue._engine
+        with self.counted(costs), mock.patch.object(tq, "_PART", 1):
+            self.use_it(queue, queue._engine)
+
+    def use_it(self, queue, engine):
         self.assertRaises(tq.DuplicateJobError, queue.put, 1, id="first")
         first, second, third, *others = queue.get_many(600)
         done = [tq._Change(first.id, first.token, "done")]
@@ -8832,13 +8833,12 @@ class PostgresTest(ClusterCase):
         queue.find(third.id)
         queue.cancel(third.id)
         queue.stats()
-        with mock.patch.object(tq, "_PART", 1):  # no block, which is not measured
-            self.assertGreater(queue.reap_stale(0), 500)
-            self.assertGreater(sum(1 for _ in queue.jobs()), 2900)
-            self.assertEqual(queue.purge("dead"), 0)
-            one = next(queue.jobs("pending"))
-            move = tq._Change(one.id, one._rev, "inflight", 60.0, token="m")
-            self.assertIsNotNone(engine.renew([move], False)[0])
+        self.assertGreater(queue.reap_stale(0), 500)
+        self.assertGreater(sum(1 for _ in queue.jobs()), 2900)
+        self.assertEqual(queue.purge("dead"), 0)
+        one = next(queue.jobs("pending"))
+        move = tq._Change(one.id, one._rev, "inflight", 60.0, token="m")
+        self.assertIsNotNone(engine.renew([move], False)[0])
 
     def test_batches_are_one_round_trip(self):
         """put_many of thousands, in their order; and many changes."""
@@ -8919,6 +8919,17 @@ class PostgresFaultTest(ClusterCase):
         queue._engine._run(body)
         queue.put(3)
         self.assertDrains(queue, [1, 3])
+
+    def test_what_many_jobs_cost_may_take_longer(self):
+        """Six times lock_timeout: a statement of one job may not."""
+        queue = self.open(lock_timeout=1.0)
+        queue.put(1)
+
+        def slow(link):
+            return link.execute("SELECT pg_sleep(2)").fetchone()
+
+        self.assertEqual(queue._engine._run(slow, many=True), ("",))
+        self.assertRaises(tq.LockTimeoutError, queue._engine._run, slow)
 
     def test_no_failure_uses_the_pool_up(self):
         """However many connections fail while their errors are kept."""
@@ -9377,25 +9388,25 @@ class PostgresWakingTest(Case):
         self.path = self.place.where(self.dir)
         self.addCleanup(self.place.clean, self.path)
 
+    def take(self, late):
+        """Take jobs until one says 0; note how long each has waited."""
+        queue = self.open()
+        while (job := queue.get(timeout=PATIENCE)).payload:
+            late.append(time.monotonic() - job.payload)
+            queue.task_done(job)
+        queue.task_done(job)
+
     def test_every_put_of_a_burst_wakes_somebody_soon(self):
         """However dense: few of them tell, and none waits for the look that is
         made once a second."""
-        queue, late, tells = self.open(), [], []
+        queue, late, tells, real = self.open(), [], [], tq._SqlLink.execute
         queue.put(0, delay=3600)
-        real = tq._SqlLink.execute
 
         def execute(link, sql, keys=None):
             tells.append(isinstance(keys, dict) and keys.get("tell"))
             return real(link, sql, keys)
 
-        def take():
-            taker = self.open()
-            while (job := taker.get(timeout=PATIENCE)).payload:
-                late.append(time.monotonic() - job.payload)
-                taker.task_done(job)
-            taker.task_done(job)
-
-        threads = [threading.Thread(target=take) for _ in range(4)]
+        threads = [threading.Thread(target=self.take, args=[late]) for _ in range(4)]
         with mock.patch.object(tq._SqlLink, "execute", execute):
             for thread in threads:
                 thread.start()
@@ -9413,22 +9424,16 @@ class PostgresWakingTest(Case):
     def test_waiting_workers_hear_of_puts_at_once(self):
         """Median under 5 ms on a machine that is not busy; a tenth of the poll
         that stands behind it in any case."""
-        queue, taker, late = self.open(), self.open(), []
-        queue.put(0)
-        taker.task_done(taker.get())
-
-        def take():
-            for _ in range(15):
-                job = taker.get(timeout=PATIENCE)
-                late.append(time.monotonic() - job.payload)
-                taker.task_done(job)
-
-        thread = threading.Thread(target=take)
+        queue, late = self.open(), []
+        queue.put(1, delay=3600)
+        thread = threading.Thread(target=self.take, args=[late])
         thread.start()
         for n in range(15):
             eventually(lambda n=n: waits(thread) and len(late) == n)
             time.sleep(2 * tq._PG_QUIET)
             queue.put(time.monotonic())
+        eventually(lambda: len(late) == 15)
+        queue.put(0)
         thread.join(PATIENCE)
         self.assertLess(sorted(late)[7], 0.1)
 

@@ -4611,6 +4611,7 @@ class _SqlEngine(_Engine):
     can_join = True
     can_compact = False
     SECONDS = 0.0  # that it tries at least, however short lock_timeout is
+    LONGER = 1  # how many times that with many jobs
     PAUSES = (50e-6, 1e-3)  # before it tries again: the first, and the longest
     TABLES = _SQL_TABLES
     # What a dialect brings along
@@ -4691,18 +4692,20 @@ class _SqlEngine(_Engine):
         connection: Any = None,
         make: bool = False,
         again: bool = True,
+        many: bool = False,
         **how: Any,
     ) -> Any:
         """Run body(link, *args) as one transaction, or in the caller's.
 
         What certainly was not carried out is tried again within lock_timeout,
-        and with `again` also what may have been.  `make` makes the tables.  For
-        what else there is see _try().
+        and with `again` also what may have been; `many` jobs may take longer.
+        `make` makes the tables.  For what else there is see _try().
         """
         self._check_process()
         if connection is not None:
             return self._join(connection, body, *args)
-        deadline = time.monotonic() + max(self._lock_timeout, self.SECONDS)
+        lasting = max(self._lock_timeout, self.SECONDS) * (self.LONGER if many else 1)
+        deadline = time.monotonic() + lasting
         pause, doubt, log = self.PAUSES[0], False, "warning"
         while True:
             link: Any = None
@@ -4846,6 +4849,7 @@ class _SqlEngine(_Engine):
                 jobs = self._run(
                     self._put, new, ids, connection=connection, make=True,
                     block=given and len(new) > 1, again=given and exist_ok,
+                    many=len(new) > 1,
                     soon=any(item.delay <= _TICK for item in new),
                 )  # fmt: skip
                 return cast("list[Job]", jobs)
@@ -4878,6 +4882,7 @@ class _SqlEngine(_Engine):
     def change(self, changes: Sequence[_Change], connection: Any = None) -> list[bool]:
         made = self._run(
             self._change, changes, connection=connection, block=len(changes) > 1,
+            many=len(changes) > 1,
             soon=any(x.state == "pending" and x.seconds <= _TICK for x in changes),
             nothing=[False] * len(changes),
         )  # fmt: skip
@@ -4940,14 +4945,15 @@ class _SqlEngine(_Engine):
                 n = int(min(left, _SQL_PAGE))
                 keys = {**keys, "after": rows[-1][0], "n": n}
                 args = _SQL_RECORDS[state], keys
-                rows = self._run(self._rows, *args, write=False, nothing=[])
+                rows = self._run(self._rows, *args, write=False, many=True, nothing=[])
                 left -= len(rows)
                 for row in rows:
                     yield self._view(row[1:])
 
     def counts(self) -> Stats:
-        empty = (0, 0, 0, 0, 0, None, None, 0)
-        return Stats(*self._run(self._row, _SQL_COUNTS, {}, write=False, nothing=empty))
+        none = (0, 0, 0, 0, 0, None, None, 0)
+        how: dict[str, Any] = {"write": False, "many": True, "nothing": none}
+        return Stats(*self._run(self._row, _SQL_COUNTS, {}, **how))
 
     def names(self) -> list[str] | None:
         rows = self._run(self._rows, _SQL_QUEUES, {}, write=False)
@@ -5392,11 +5398,11 @@ class _SqliteEngine(_SqlEngine):
             due, version = self._run(self._peek, write=False, nothing=look)
             if due > 0:
                 return _Taken([], [], (events, time.monotonic() + due, version))
-        args = n, seconds, held, above, changes
-        nothing: Any = [False] * len(changes), [], math.inf, None
+        keys = {"n": n, "above": above, "seconds": seconds}
         made, jobs, due, version = self._run(
-            self._take, *args, lazy=not changes, nothing=nothing
-        )
+            self._take, changes, keys, held, lazy=not changes,
+            nothing=([False] * len(changes), [], math.inf, None),
+        )  # fmt: skip
         self._idle = not jobs
         return _Taken(made, jobs, (events, time.monotonic() + due, version))
 
@@ -5408,25 +5414,18 @@ class _SqliteEngine(_SqlEngine):
         return row[0] - link.now if row else math.inf, version
 
     def _take(
-        self,
-        link: Any,
-        n: int,
-        seconds: float,
-        held: bool,
-        above: int,
-        changes: Sequence[_Change],
+        self, link: Any, changes: Sequence[_Change], keys: dict[str, Any], held: bool
     ) -> tuple[list[bool], list[Job], float, object]:
         made = self._change(link, changes) if changes else []
         jobs: list[Job] = []
-        keys = {"n": n, "above": above}
         while not jobs:
             rows = self._rows(link, _SQLITE_HEADS, keys)
             if not rows or (rows[0][-1] is not None and rows[0][-1] <= link.now):
-                if self._do(link, _SQLITE_DUE, n=max(n, _SQL_DUE)).rowcount:
+                if self._do(link, _SQLITE_DUE, n=max(keys["n"], _SQL_DUE)).rowcount:
                     rows = self._rows(link, _SQLITE_HEADS, keys)
             if not rows:
                 return made, [], *self._peek(link)
-            jobs = self._lease(link, rows, seconds, self._holder(held))
+            jobs = self._lease(link, rows, keys["seconds"], self._holder(held))
         return made, jobs, 0.0, None
 
     def _lease(
@@ -5730,7 +5729,11 @@ def _pg_take(changes: tuple[str, ...], one: bool) -> str:
 
 # What a URL may say to the engine: how, in words, and else.  The rest is libpq's.
 _PG_OPTIONS: dict[str, tuple[str, str, Any]] = {
-    "schema": ("[A-Za-z_][A-Za-z0-9_]{0,62}", "1 to 63 letters, digits and _", ""),
+    "schema": (
+        "[A-Za-z_][A-Za-z0-9_]{0,62}",
+        "1 to 63 letters, digits and _",
+        "tiny_queue",
+    ),
     "notify": ("[01]", "0 or 1", 1),  # 0: no session state, for PgBouncer
     "pool": ("[1-9][0-9]{0,3}", "a number from 1 to 9999", 4),  # connections at most
     "keepalive": ("[1-9][0-9]{0,3}", "a number from 1 to 9999", 10),  # s, for TCP
@@ -5923,6 +5926,7 @@ class _PostgresEngine(_SqlEngine):
 
     steady_leases = False  # the server's wall clock is the only one that all see
     SECONDS = 1.0
+    LONGER = 6
     PAUSES = (0.01, 1.0)
     TABLES = _PG_TABLES
 
@@ -5975,7 +5979,6 @@ class _PostgresEngine(_SqlEngine):
         found += re.findall(r"(?i)password=([^&]*)", query)
         self._secrets = {*found, *map(unquote, found)} - {""}
         options: dict[str, Any] = {name: _PG_OPTIONS[name][2] for name in _PG_OPTIONS}
-        options["schema"] = "tiny_queue"
         rest = []
         for item in filter(None, query.split("&")):
             name, _, text = item.partition("=")
@@ -5992,12 +5995,12 @@ class _PostgresEngine(_SqlEngine):
             )
         except self._driver.Error as exc:
             # What it quotes may be of a password that is not percent-encoded.
-            reason = f"{url!r} is no URL of PostgreSQL's ({self._clean(str(exc))})"
+            shown, reason = _masked(url), self._clean(str(exc))
             if "@" in url:
-                reason = f"'{url.partition('://')[0]}://***' is no URL of PostgreSQL's"
+                shown, reason = f"{url.partition('://')[0]}://***", "as libpq says"
             raise ValueError(
-                f"path: {reason}; it may have libpq's options and"
-                f" {', '.join(_PG_OPTIONS)}"
+                f"path: {shown!r} is no URL of PostgreSQL's ({reason}); it may have"
+                f" libpq's options and {', '.join(_PG_OPTIONS)}"
             ) from None
         self._secrets |= {info[key] for key in info if "password" in key}
         return options, info
@@ -6025,13 +6028,14 @@ class _PostgresEngine(_SqlEngine):
 
     def _lend(self, lent: list[Any], deadline: float, make: bool) -> Any:
         self._check_open()
-        end, size = min(deadline, time.monotonic() + self._lock_timeout), self._options
+        end = min(deadline, time.monotonic() + self._lock_timeout)
+        size = self._options["pool"]
         with self._room:
-            while not self._free and len(self._links) >= size["pool"]:
+            while not self._free and len(self._links) >= size:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise LockTimeoutError(
-                        f"queue {self.path!r}: all {size['pool']} connections of its"
+                        f"queue {self.path!r}: all {size} connections of its"
                         f" pool were in use for {self._lock_timeout:g} s; give the URL"
                         " a larger ?pool=",
                         path=self.path,
