@@ -563,6 +563,7 @@ class Queue:
         except QueueError:
             if not changes:
                 raise  # else it is told at the next call
+            taken = taken._replace(seen=None)
         return taken
 
     def _take(
@@ -588,8 +589,10 @@ class Queue:
                 else:
                     jobs += self._take_over(orphan, seconds, held)
         except QueueError:
+            self._looked = -math.inf  # who was not taken over is found again
             if not made and not jobs:
                 raise  # else it is told at the next call: these must be handed over
+            seen = None
         return _Taken(made, jobs, seen)
 
     def _take_over(self, orphan: _Expired, seconds: float, held: bool) -> list[Job]:
@@ -607,10 +610,11 @@ class Queue:
         once by the next who asks for a job; the others go back to pending,
         after a backoff, or are dead.
         """
-        self._looked = time.monotonic()
         orphans: list[_Expired] = []
         others: list[_Expired] = []
-        for one in self._engine.expired(math.inf):
+        expired = self._engine.expired(math.inf)
+        self._looked = time.monotonic()
+        for one in expired:
             (others if one.crashes or one.is_spent() else orphans).append(one)
         self._orphans = collections.deque(
             sorted(orphans, key=lambda one: -one.priority)
@@ -1284,7 +1288,7 @@ class Worker:
                 self._running.pop(outcome.job.token, None)
             for job in jobs:
                 self._running[job.token] = job
-            if self.stop_when_empty and not self._running:
+            if self.stop_when_empty and seen is not None and not self._running:
                 self._stopping = True
 
     def _settle(self, outcome: _Outcome) -> None:
@@ -1508,7 +1512,7 @@ _make_change: Any = functools.partial(tuple.__new__, _Change)
 
 class _Taken(NamedTuple):
     """What a take did: which changes held, the jobs, and for wait() what it
-    saw if there was none."""
+    saw if there was none (None: it could not look)."""
 
     made: list[bool]
     jobs: list[Job]
@@ -1706,7 +1710,7 @@ class _Call:
         self.request = request
         self.thread = threading.get_ident()
         self.batch: list[_Call] = []  # those that it makes, if it leads
-        self.gates: list[threading.Lock] = []  # theirs, while it wakes them
+        self.gates: list[threading.Lock] | None = None  # theirs, once it wakes them
 
 
 class _Combined:
@@ -1746,7 +1750,7 @@ class _Combined:
     def _enter(self, call: _Call) -> bool:
         """True: lead.  Else a leader has worked for this call, or failed."""
         with self._lock:
-            call.left = False
+            call.batch, call.gates, call.left = [], None, False
             self._waiting.append(call)
             # A signal handler's call must not wait for its own thread.
             if self._leader is None or self._leader.thread == call.thread:
@@ -1755,8 +1759,8 @@ class _Combined:
             call.gate = threading.Lock()
             call.gate.acquire()
             if self._gathering and len(self._waiting) >= self._served:
-                self._gathering.release()
-                self._gathering = None
+                gate, self._gathering = self._gathering, None
+                gate.release()
         call.gate.acquire()
         return call.leads
 
@@ -1766,37 +1770,47 @@ class _Combined:
             self._gather()
         with self._lock:
             self._gathering = None
-            call.batch, self._waiting = self._waiting, []
+            call.batch = [*self._waiting]
+            self._waiting = []
         make(call.batch)
         self._served = len(call.batch)
 
     def _gather(self) -> None:
         """Wait a moment for those whom the last call served: they are about to
         be here again, and else every other call would be its leader's alone."""
-        with self._lock:
-            gate = self._gathering = threading.Lock()
-            gate.acquire()
+        gate = threading.Lock()
+        gate.acquire()
+        self._gathering = gate
         gate.acquire(timeout=_GATHER)
 
     def _leave(self, call: _Call) -> None:
-        """End a call, however it went; a leader hands on and wakes its batch."""
+        """End a call, however it went; a leader hands on and wakes its batch.
+
+        A Ctrl-C may end it between any two steps, so each may be done again.
+        """
         if call.left:
             return
         with self._lock:
-            if call in self._waiting:
-                self._waiting.remove(call)
-            if self._leader is call:
-                self._leader = self._waiting[0] if self._waiting else None
-                if self._leader is not None:
-                    self._leader.leads = True
-                    call.batch.append(self._leader)
-            call.leads = False
-            gates = [other.gate for other in call.batch if other is not call]
-            call.gates += [gate for gate in gates if gate is not None]
-            call.batch = []
-        while call.gates:  # last in, first out: the next leader first
-            call.gates.pop().release()
-        call.left = True
+            if call.gates is None:
+                call.gates = self._hand_on(call)
+        for gate in reversed(call.gates):  # the next leader first
+            if gate.locked():
+                gate.release()
+        call.batch, call.gates, call.left = [], [], True
+
+    def _hand_on(self, call: _Call) -> list[threading.Lock]:
+        """The gates of those to wake: who waits for the next leader is not
+        among them, or would ask twice."""
+        if call in self._waiting:
+            self._waiting.remove(call)
+        if self._leader is call:
+            for following in self._waiting[:1]:
+                following.leads = True
+            self._leader = self._waiting[0] if self._waiting else None
+        call.leads = False
+        served = [other for other in call.batch if other not in self._waiting]
+        served += [other for other in self._waiting if other is self._leader]
+        return [other.gate for other in served if other.gate and other is not call]
 
 
 # File engine
@@ -2473,15 +2487,16 @@ class _FileEngine(_Engine):
         clock, now = time.monotonic(), time.time()
         alive: dict[int, bool] = {}
         mine = self._holder.number if self._holder else 0
-        over = []  # in the order of the file, as leases are remembered
+        over = []
         for lease in self._leases():
             number = lease.holder
             if number and number not in alive:
                 alive[number] = number == mine or self._lock.holds(number)
             reason = lease.over(alive.get(number), clock, now, older_than)
             if reason:
-                over.append(lease.job._replace(reason=reason))
-        return over
+                place = self._index.entries[lease.key] >> 64
+                over.append((place, lease.job._replace(reason=reason)))
+        return [job for _, job in sorted(over)]  # in the order of the file
 
     # Looking
 
@@ -4904,10 +4919,26 @@ class _SqlEngine(_Engine):
     def renew(self, changes: Sequence[_Change], held: bool) -> list[Job | None]:
         holder = self._holder(held)
         rows = self._run(
-            self._each, changes, holder.number if holder else 0, _SQL_ROW, lazy=held,
+            self._renew, changes, holder.number if holder else 0, lazy=held,
             block=len(changes) > 1, nothing=[None] * len(changes),
         )  # fmt: skip
-        return [row and self._view(row, holder) for row in rows]
+        jobs = [row and self._view(row, holder) for row in rows]
+        self._note([job for job in jobs if job], holder)
+        return jobs
+
+    def _renew(
+        self, link: _SqlLink, changes: Sequence[_Change], owner: int
+    ) -> list[Any]:
+        rows: list[Any] = self._each(link, changes, owner, _SQL_ROW)
+        for i, change in enumerate(changes if link.doubt else ()):
+            if rows[i] is None:  # an earlier try may have leased, and nobody knew
+                found = self._do(link, _SQL_FIND, id=_to_column(change.id))
+                row = found.fetchone()
+                rows[i] = row if row and row[11] == change.token else None
+        return rows
+
+    def _note(self, jobs: Sequence[Job], holder: Any) -> None:
+        """Know the leases that were given, where a holder may be replaced."""
 
     # Looking
 
@@ -6320,12 +6351,9 @@ class _PostgresEngine(_SqlEngine):
             except QueueError:
                 if not made:
                     raise  # else it is told at the next call
+                return _Taken(made, [], None)
         jobs = [self._view(row[5:], session) for row in rows]
-        tokens = [cast(str, job.token) for job in jobs]
-        self._remember(tokens)
-        if tokens and session is not None and session is not self._session:
-            # Lost meanwhile: these came too late to be renamed with the others.
-            self._rename(session, tokens)
+        self._note(jobs, session)
         return _Taken(made, jobs, (events, time.monotonic() + due))
 
     def _take(
@@ -6411,6 +6439,13 @@ class _PostgresEngine(_SqlEngine):
         owner = cast(_PgSession, self._session).number
         keys = {"old": old.number, "owner": owner, "tokens": tokens}
         self._run(lambda link: self._do(link, _PG_RENAME, **keys))
+
+    def _note(self, jobs: Sequence[Job], session: _PgSession | None) -> None:
+        tokens = [cast(str, job.token) for job in jobs]
+        self._remember(tokens)
+        if tokens and session is not None and session is not self._session:
+            # Lost meanwhile: these came too late to be renamed with the others.
+            self._rename(session, tokens)
 
     # Waiting, verifying, closing
 
