@@ -1451,7 +1451,9 @@ class LifeTest(Case):
             self.assertEqual((job.id, job.attempts), ("b", 2))
             self.later(1.0)
             done = tq._Change("b", job.token, "done")
-            self.assertEqual(queue._next(1, 9.0, True, False, [done]).made, [True])
+            made, jobs, seen = queue._next(1, 9.0, True, False, [done])
+            self.assertEqual((made, jobs), ([True], []))
+            queue._wait(seen, 0.0)
         with mock.patch.object(engine, "expired", side_effect=error):
             self.assertRaises(tq.QueueError, queue.get)
         self.assertEqual(queue.get().id, "a")
@@ -7376,6 +7378,22 @@ class JoinTest(Case):
         self.conn.commit()
         self.assertEqual((len(self.queue), self.effects()), (1, ["a"]))
 
+    def test_a_ctrl_c_before_the_call_has_begun(self):
+        """There is nothing to take back, and it arrives as itself."""
+        real = tq._SqlLink.execute
+
+        def execute(link, text, keys=None):
+            if text == "SAVEPOINT tiny_queue":
+                raise KeyboardInterrupt
+            return real(link, text, keys)
+
+        self.effect()
+        with mock.patch.object(tq._SqlLink, "execute", execute):
+            with self.assertRaises(KeyboardInterrupt):
+                self.queue.put(2, connection=self.conn)
+        self.conn.rollback()
+        self.assertDrains(self.queue, ["first"])
+
     def test_what_is_no_connection_to_it_is_refused(self):
         """Any other object, and one to another database."""
         for bad in (object(), "connection", self.queue):
@@ -9391,6 +9409,41 @@ class PostgresLostTest(ClusterCase):
 
         self.run_threads(*[get] * 8)
         self.assertLess(time.monotonic() - start, 9.0)
+
+    def test_a_session_that_is_made_during_a_close(self):
+        """It ends too: else the leases of a queue that is gone would hold."""
+        queue = self.open()
+        engine, made = queue._engine, []
+        make = engine._new_session
+
+        def closing(link):
+            made.append(make(link))
+            queue.close()
+            return made[0]
+
+        with mock.patch.object(engine, "_new_session", closing):
+            self.assertRaises(tq.QueueClosedError, queue.get)
+        self.assertTrue(made[0].lost())
+
+    def test_an_error_in_making_jobs_ready_hides_no_settlement(self):
+        """It is told by a get that has nothing else to tell."""
+        queue = self.open()
+        queue.put("second")
+        (job, other), take = queue.get_many(2), queue._engine._take
+        queue.release(other, delay=1e-3)
+        time.sleep(2e-3)
+
+        def failing(link, changes, keys, apart):
+            if apart:
+                raise tq.QueueError("disk full")
+            return take(link, changes, keys, apart)
+
+        with mock.patch.object(queue._engine, "_take", failing):
+            self.assertRaises(tq.QueueError, queue.get)
+            done = tq._Change(job.id, job.token, "done")
+            taken = queue._engine.take(1, 9.0, True, changes=[done])
+        self.assertEqual(taken[:2], ([True], []))
+        self.assertEqual(queue.get().id, other.id)
 
     def test_a_session_that_is_replaced_during_a_take(self):
         """The job came too late to change hands with the others: nobody takes
