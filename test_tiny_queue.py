@@ -7646,6 +7646,16 @@ class DatabaseTest(Case):
             self.assertEqual((found.payload, found.last_error), (text, text))
         self.assertDrains(queue, [text, {text: text}, text])
 
+    def test_a_wait_for_what_comes_from_now_on(self):
+        """It ends in time without a job, and at once with one that is due."""
+        queue = self.open()
+        queue.put(1, delay=3600)
+        start = time.monotonic()
+        queue._engine.wait(None, 0.05)
+        seen = queue._engine._watch.events, -math.inf, None
+        queue._engine.wait(seen[:2] if self.place.name == "Postgres" else seen, 9.0)
+        self.assertLess(time.monotonic() - start, 5.0)
+
 
 # SQLite
 # -----------------------------------------------------------------------------
@@ -8308,6 +8318,20 @@ class SqliteTest(Case):
         self.open(lock_timeout=0).put(2)
         self.assertDrains(queue, [1, 2])
 
+    def test_an_interrupt_before_the_savepoint_is_set(self):
+        """There is nothing to undo in the caller's transaction."""
+        queue, conn = self.open(), self.connect()
+        queue.put(1)
+        conn.execute("BEGIN")
+
+        def enter(link):
+            link.undo = "ROLLBACK TO SAVEPOINT tiny_queue"
+            raise KeyboardInterrupt
+
+        with mock.patch.object(queue._engine, "_enter", enter):
+            self.assertRaises(KeyboardInterrupt, queue.put, 2, connection=conn)
+        self.assertTrue(conn.in_transaction)
+
 
 # PostgreSQL
 # -----------------------------------------------------------------------------
@@ -8561,6 +8585,14 @@ class PostgresScriptedTest(Case):
         tokens = [str(n) for n in range(10_003)]
         self.engine._remember(tokens)
         self.assertEqual([*self.engine._tokens], tokens[3:])
+
+    def test_a_session_that_came_too_late(self):
+        """The queue was closed while it connected: it is closed, too."""
+        self.queue.close()
+        with mock.patch.object(self.engine, "_run") as run:
+            session = self.engine._holder(True)
+        self.assertIs(session, run.return_value)
+        session.close.assert_called_once_with()
 
 
 class PostgresMissingTest(Case):
@@ -9161,6 +9193,26 @@ class PostgresFaultTest(ClusterCase):
         eventually(lambda: self.ask(pids) == before)
         with mock.patch.object(inherited._engine, "_connect", None):
             self.assertDrains(inherited, ["parent", "child"])
+
+    def test_what_has_become_due_cannot_be_taken(self):
+        """The error is told at once, or at the next call if a change was made."""
+        queue = self.open()
+        queue.put("x")
+        job, real = queue.get(), queue._engine._take
+        queue.put("late", delay=1e-3)
+        eventually(lambda: queue.stats().delayed == 0)
+
+        def take(link, changes, keys, apart):
+            if apart:
+                raise tq.QueueError("no")
+            return real(link, changes, keys, apart)
+
+        done = [tq._Change(job.id, job.token, "done")]
+        with mock.patch.object(queue._engine, "_take", take):
+            made, jobs, _ = queue._engine.take(1, 60.0, True, tq._LOWEST, done)
+            self.assertEqual((made, jobs), ([True], []))
+            self.assertRaises(tq.QueueError, queue.get)
+        self.assertDrains(queue, ["late"])
 
 
 class PostgresLostTest(ClusterCase):
