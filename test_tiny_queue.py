@@ -9004,6 +9004,7 @@ class PostgresFaultTest(ClusterCase):
         queue.task_done(job)
 
     def test_a_lost_session_keeps_what_it_took_over(self):
+        """As what it has leased itself."""
         queue = self.open()
         queue.put(1)
         with self.open() as other:

@@ -6328,8 +6328,8 @@ class _PostgresEngine(_SqlEngine):
         above: int = _LOWEST,
         changes: Sequence[_Change] = (),
     ) -> _Taken:
-        """Changes that a take must see, or too many for one statement with it,
-        are made before it in the same transaction."""
+        """Too many changes for one statement with it are made before it in the
+        same transaction."""
         call, session = self.fresh(), self._holder(held)
         events, owner = self._watch.events, session.number if session else 0
         keys = {
@@ -6339,11 +6339,10 @@ class _PostgresEngine(_SqlEngine):
             "above": above,
             "call": call,
         }
-        due_now = any(one.state == "pending" and one.seconds <= 0 for one in changes)
-        apart = due_now or len(changes) > _PG_TOGETHER
+        apart = len(changes) > _PG_TOGETHER
         made, rows, due = self._run(
             self._take, changes, keys, apart, lazy=not changes, block=apart,
-            soon=due_now, nothing=([False] * len(changes), [], math.inf),
+            nothing=([False] * len(changes), [], math.inf),
         )  # fmt: skip
         if not rows and due <= 0:
             try:
