@@ -4480,21 +4480,24 @@ _SQL_NEW = (
     "queue, id, rev, state, attempts, crashes, priority, created_at, run_at,"
     " leased_at, max_retries, last_error, payload"
 )
-_SQL_CHANGE = """UPDATE  -- the new state whole; a delivery begins when attempts rise
+_SQL_CHANGE = """UPDATE  -- the new state whole, at the end of the order
     JOBS SET place = NEXT, rev = rev + 1, attempts = :attempts, crashes = :crashes,
         last_error = :error, state = CASE WHEN :state <> 'pending' THEN :state
             WHEN coalesce(:at, NOW + :seconds) > NOW THEN 'delayed' ELSE 'ready' END,
         run_at = CASE WHEN :state <> 'pending' THEN run_at
             WHEN coalesce(:at, NOW + :seconds) > NOW THEN coalesce(:at, NOW + :seconds)
             ELSE 0 END,
-        leased_at = CASE WHEN :state = 'pending' THEN NULL
-            WHEN :attempts > attempts THEN NOW ELSE leased_at END,
-        renewed_at = NOW, clock = CLOCK,
-        lease_until = CASE WHEN :state = 'inflight' THEN NOW + :seconds END,
-        owner = CASE WHEN :state <> 'inflight' OR (token = :token AND owner = 0)
-            THEN 0 ELSE :owner END, token = :token
+        leased_at = CASE WHEN :state <> 'pending' THEN leased_at END,
+        renewed_at = NULL, clock = NULL, lease_until = NULL, owner = 0, token = NULL
     WHERE queue = :queue AND id = :id"""
-_SQL_LEASE = _SQL_CHANGE.replace("place = NEXT, ", "")
+_SQL_LEASE = """UPDATE  -- a delivery begins when attempts rise
+    JOBS SET rev = rev + 1, state = 'inflight', attempts = :attempts,
+        crashes = :crashes, last_error = :error,
+        leased_at = CASE WHEN :attempts > attempts THEN NOW ELSE leased_at END,
+        renewed_at = NOW, clock = CLOCK, lease_until = NOW + :seconds,
+        owner = CASE WHEN token = :token AND owner = 0 THEN 0 ELSE :owner END,
+        token = :token
+    WHERE queue = :queue AND id = :id"""
 _SQL_DONE = """DELETE  -- a settled job leaves nothing
     FROM JOBS WHERE queue = :queue AND id = :id"""
 _SQL_FENCES = {  # by what the caller knows of the job
@@ -4550,6 +4553,8 @@ def _sql_of(change: _Change) -> str:
 def _sql_keys(change: _Change, owner: int = 0) -> dict[str, Any]:
     """The parameters of its statement."""
     id, fence, state, seconds, at, attempts, crashes, error, token = change
+    if state == "done":
+        return {"id": _to_column(id), "fence": fence}
     return {
         "id": _to_column(id), "fence": fence, "state": state, "seconds": seconds,
         "at": at, "attempts": attempts, "crashes": crashes, "token": token,
@@ -4865,7 +4870,7 @@ class _SqlEngine(_Engine):
                     self._put, new, ids, connection=connection, make=True,
                     block=given and len(new) > 1, again=given and exist_ok,
                     many=len(new) > 1,
-                    soon=any(item.delay <= _TICK for item in new),
+                    soon=any([item.delay <= _TICK for item in new]),
                 )  # fmt: skip
                 return cast("list[Job]", jobs)
             except _AliveError as exc:
@@ -4888,17 +4893,25 @@ class _SqlEngine(_Engine):
             if when is None:
                 row = self._row(link, _SQL_FIND, {"id": id})
                 raise _AliveError(row and self._view(row))
-            what = id, None, item.state, item.attempts, item.priority
-            more = item.leased_at, None, _to_column(item.error), item.max_retries, None
-            row = *what, *when, *more, rev, item.crashes
-            jobs.append(self._view(row, payload=item.payload))
+            job = _JobFields(
+                item.id or id,
+                item.payload,
+                item.state,
+                item.attempts,
+                item.priority,
+                *when,
+            )
+            job.leased_at, job.last_error = item.leased_at, item.error
+            job.max_retries = self._retries(item.max_retries)
+            job._rev, job._crashes = rev, item.crashes
+            jobs.append(_job(job))
         return jobs
 
     def change(self, changes: Sequence[_Change], connection: Any = None) -> list[bool]:
         made = self._run(
             self._change, changes, connection=connection, block=len(changes) > 1,
             many=len(changes) > 1,
-            soon=any(x.state == "pending" and x.seconds <= _TICK for x in changes),
+            soon=any([x.state == "pending" and x.seconds <= _TICK for x in changes]),
             nothing=[False] * len(changes),
         )  # fmt: skip
         return cast("list[bool]", made)
@@ -5466,33 +5479,35 @@ class _SqliteEngine(_SqlEngine):
         jobs: list[Job] = []
         until, owner = link.now + seconds, holder.number if holder else 0
         common = {"seconds": seconds, "at": None, "owner": owner, **self._common(link)}
-        for (
-            id,
-            text,
-            _,
-            attempts,
-            *more,
-            _,
-            _,
-            error,
-            limit,
-            _,
-            rev,
-            crashes,
-            _,
-        ) in rows:
-            token, state, count = self.fresh(), "inflight", attempts + 1
+        for row in rows:
+            id, text, _, attempts, priority, created_at, run_at = row[:7]
+            error, limit, _, rev, crashes = row[9:14]
             keys = {**common, "id": id, "crashes": crashes, "error": error}
             try:
-                payload = json.loads(text)
-                what = id, None, state, count, *more, link.now, until, error, limit
-                jobs.append(
-                    self._view((*what, token, rev + 1, crashes), holder, payload)
+                payload, token, state = json.loads(text), self.fresh(), "inflight"
+                job = _JobFields(
+                    _from_column(id),
+                    payload,
+                    state,
+                    attempts + 1,
+                    priority,
+                    created_at,
+                    run_at,
+                    link.now,
+                    until,
+                    error and _from_column(error),
+                    self._retries(limit),
+                    token,
+                    holder,
+                    rev + 1,
+                    crashes,
+                    limit,
                 )
-                keys.update(state=state, attempts=count, token=token)
+                jobs.append(_job(job))
+                keys.update(attempts=attempts + 1, token=token)
             except (TypeError, ValueError, RecursionError) as exc:
                 why, state = f"its payload is not JSON: {exc}", "dead"
-                keys.update(state=state, attempts=attempts, token=None, error=why)
+                keys.update(state=state, attempts=attempts, error=why)
             link.execute(self._sql(_sql_change(state, cast(Any, type(None)))), keys)
         return jobs
 
