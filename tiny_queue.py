@@ -6314,7 +6314,6 @@ class _PostgresEngine(_SqlEngine):
         self, link: Any, changes: Sequence[_Change], owner: int = 0, row: str = "1"
     ) -> list[Any]:
         rows, common = [], self._common(link)
-        self._forget(changes)
         for text, group in itertools.groupby(changes, _sql_of):
             keys = [{**common, **_sql_keys(change, owner)} for change in group]
             sql = self._sql(f"{text} RETURNING {row}, TELL, LAZY")
@@ -6322,9 +6321,11 @@ class _PostgresEngine(_SqlEngine):
                 rows.append(link.execute(sql, keys[0]).fetchone())
             else:
                 rows += link.execute_each(sql, keys)
+        self._forget(changes)
         return rows
 
     def _forget(self, changes: Sequence[_Change]) -> None:
+        """Once that is made: who failed to settle still runs, and tries again."""
         for change in changes:
             if isinstance(change.fence, str) and change.token != change.fence:
                 self._tokens.pop(change.fence, None)
@@ -6386,7 +6387,6 @@ class _PostgresEngine(_SqlEngine):
                 return made, rows, math.inf
         if promoted:
             self._do(link, _PG_DUE, n=max(keys["n"], _SQL_DUE))
-        self._forget(changes)
         for number, change in enumerate(changes):
             keys = {
                 **keys,
@@ -6394,6 +6394,7 @@ class _PostgresEngine(_SqlEngine):
             }
         sql = _pg_take(tuple(map(_sql_of, changes)), keys["n"] == 1)
         rows = self._rows(link, sql, {**keys, "promoted": promoted})
+        self._forget(changes)
         due, counts = rows[0][:2]
         due = math.inf if due is None else due
         rows = [row for row in rows if row[4] is not None]
