@@ -4307,8 +4307,6 @@ class DurabilityTest(Case):
         take = functools.partial(queue._engine.take, 1, 60.0, True)
         (job,) = syncs([], take).jobs
         (job,) = syncs(["sync inflight"], take, changes=[queue._done(job)]).jobs
-        retry = queue._failed(job, "x", None)
-        (job,) = syncs(["sync pending"], take, changes=[retry]).jobs
         held = tq._Change.of(job, job._rev, "inflight", 60.0)._replace(token="move")
         syncs(["sync inflight"], queue._engine.renew, [held], False)
 

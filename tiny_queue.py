@@ -1703,14 +1703,14 @@ class _Call:
 
     answer: Any = None
     error: LockTimeoutError | None = None
-    gate: threading.Lock | None = None
-    leads = left = False
+    wakeup: threading.Lock | None = None  # held while it waits
+    is_leader = ended = False
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.thread = threading.get_ident()
         self.batch: list[_Call] = []  # those that it makes, if it leads
-        self.gates: list[threading.Lock] | None = None  # theirs, once it wakes them
+        self.to_wake: list[threading.Lock] | None = None  # once it has ended
 
 
 class _Combined:
@@ -1750,19 +1750,19 @@ class _Combined:
     def _enter(self, call: _Call) -> bool:
         """True: lead.  Else a leader has worked for this call, or failed."""
         with self._lock:
-            call.batch, call.gates, call.left = [], None, False
+            call.batch, call.to_wake, call.ended = [], None, False
             self._waiting.append(call)
             # A signal handler's call must not wait for its own thread.
             if self._leader is None or self._leader.thread == call.thread:
-                call.leads, self._leader = True, call
+                call.is_leader, self._leader = True, call
                 return True
-            call.gate = threading.Lock()
-            call.gate.acquire()
+            call.wakeup = threading.Lock()
+            call.wakeup.acquire()
             if self._gathering and len(self._waiting) >= self._served:
-                gate, self._gathering = self._gathering, None
-                gate.release()
-        call.gate.acquire()
-        return call.leads
+                lock, self._gathering = self._gathering, None
+                lock.release()
+        call.wakeup.acquire()
+        return call.is_leader
 
     def _lead(self, make: Callable[[list[_Call]], object], call: _Call) -> None:
         """Make the calls of all who wait."""
@@ -1778,39 +1778,39 @@ class _Combined:
     def _gather(self) -> None:
         """Wait a moment for those whom the last call served: they are about to
         be here again, and else every other call would be its leader's alone."""
-        gate = threading.Lock()
-        gate.acquire()
-        self._gathering = gate
-        gate.acquire(timeout=_GATHER)
+        lock = threading.Lock()
+        lock.acquire()
+        self._gathering = lock
+        lock.acquire(timeout=_GATHER)
 
     def _leave(self, call: _Call) -> None:
         """End a call, however it went; a leader hands on and wakes its batch.
 
         A Ctrl-C may end it between any two steps, so each may be done again.
         """
-        if call.left:
+        if call.ended:
             return
         with self._lock:
-            if call.gates is None:
-                call.gates = self._hand_on(call)
-        for gate in reversed(call.gates):  # the next leader first
-            if gate.locked():
-                gate.release()
-        call.batch, call.gates, call.left = [], [], True
+            if call.to_wake is None:
+                call.to_wake = self._hand_on(call)
+        for lock in reversed(call.to_wake):  # the next leader first
+            if lock.locked():
+                lock.release()
+        call.batch, call.to_wake, call.ended = [], [], True
 
     def _hand_on(self, call: _Call) -> list[threading.Lock]:
-        """The gates of those to wake: who waits for the next leader is not
+        """The locks of those to wake: who waits for the next leader is not
         among them, or would ask twice."""
         if call in self._waiting:
             self._waiting.remove(call)
         if self._leader is call:
             for following in self._waiting[:1]:
-                following.leads = True
+                following.is_leader = True
             self._leader = self._waiting[0] if self._waiting else None
-        call.leads = False
+        call.is_leader = False
         served = [other for other in call.batch if other not in self._waiting]
         served += [other for other in self._waiting if other is self._leader]
-        return [other.gate for other in served if other.gate and other is not call]
+        return [other.wakeup for other in served if other.wakeup and other is not call]
 
 
 # File engine
@@ -3368,7 +3368,7 @@ class _Fd:
         self.fd = self._own[0]
 
     @classmethod
-    def adopt(cls, fd: int) -> _Fd:
+    def of(cls, fd: int) -> _Fd:
         """Own a descriptor that something else has just opened."""
         self = cls.__new__(cls)
         self.fd, self._own, self._close = fd, [fd], os.close
@@ -4355,7 +4355,7 @@ class _Inotify(_Notifier):
         fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if fd < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1 failed")
-        self._file = _Fd.adopt(fd)
+        self._file = _Fd.of(fd)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
@@ -7608,7 +7608,7 @@ class _Supervisor:
             for i in range(n if total is None else min(n, total))
         ]
         self._stop_end, ours = os.pipe()
-        self._pipe = _Fd.adopt(ours)  # which no forked process keeps
+        self._pipe = _Fd.of(ours)  # which no forked process keeps
 
     def run(self) -> int:
         import signal
