@@ -1434,6 +1434,8 @@ class LifeTest(Case):
         self.assertEqual(queue.get().id, "b")
         engine, error = queue._engine, tq.QueueError("disk full")
         takes = [error, tq._Taken([], [], None), error, error]
+        with mock.patch.object(engine, "expired", side_effect=error):
+            self.assertRaises(tq.QueueError, queue.get)
         self.later(400.0)
         with mock.patch.object(engine, "take", side_effect=takes):
             self.assertRaises(tq.QueueError, queue.get)
@@ -1441,8 +1443,6 @@ class LifeTest(Case):
             self.assertEqual((job.id, job.attempts), ("a", 2))
             done = tq._Change("a", job.token, "done")
             self.assertEqual(queue._next(1, 9.0, True, False, [done]).made, [True])
-        with mock.patch.object(engine, "expired", side_effect=error):
-            self.assertRaises(tq.QueueError, queue.get)
         self.assertEqual(queue.get().id, "b")
 
     def test_a_get_makes_dead_what_has_no_retries_left(self):
@@ -9199,19 +9199,23 @@ class PostgresLostTest(ClusterCase):
             other.task_done(job)
             other.put("first", id="first")
 
-    def test_a_take_whose_question_is_lost(self):
+    def test_a_lease_whose_question_is_lost(self):
         """Nobody knows that it was: it is looked for, and then done."""
-        engine, take, doubts = self.queue._engine, self.queue._engine._take, []
+        engine, call = self.queue._engine, self.queue.get
+        for name in ("_take", "_renew"):
+            real, doubts = getattr(engine, name), []
 
-        def lost(link, *args):
-            if not doubts:
-                link.connection.close()
-            doubts.append(link.doubt)
-            return take(link, *args)
+            def lost(link, *args, real=real, doubts=doubts):
+                if not doubts:
+                    link.connection.close()
+                doubts.append(link.doubt)
+                return real(link, *args)
 
-        with mock.patch.object(engine, "_take", lost):
-            job = self.queue.get()
-        self.assertEqual((job.id, job.attempts, doubts), ("first", 1, [False, True]))
+            with mock.patch.object(engine, name, lost):
+                job = call()
+            found = job.id, job.attempts, doubts
+            self.assertEqual(found, ("first", 1, [False, True]))
+            call = functools.partial(self.queue.extend, job)
 
     def test_a_settlement_with_a_take_whose_answer_is_lost(self):
         """It is made once, and the job leased once."""
