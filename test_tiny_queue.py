@@ -6714,6 +6714,15 @@ class ThreadsTest(Case):
         queue.put(2)
         self.assertDrains(self.open(), [2])
 
+    @of_files
+    def test_a_leader_that_is_interrupted_before_it_wakes_the_others(self):
+        """It decides once whom, and wakes them at the second try."""
+        call, wakeup = tq._Call(1), threading.Lock()
+        wakeup.acquire()
+        call.to_wake = [wakeup]
+        tq._Combined()._leave(call)
+        self.assertEqual((wakeup.locked(), call.ended), (False, True))
+
 
 @every_engine
 class ProcessesTest(Case):
@@ -8516,6 +8525,15 @@ class PostgresScriptedTest(Case):
             session = self.engine._holder(True)
         self.assertIs(session, run.return_value)
         session.close.assert_called_once_with()
+
+    def test_another_thread_that_connects_for_too_long(self):
+        """It is not waited for longer than it may itself take."""
+        thread = threading.Thread(target=self.engine._connecting.acquire)
+        thread.start()
+        thread.join()
+        with mock.patch.multiple(self.engine, SECONDS=0.0, _lock_timeout=0.01):
+            with self.assertRaisesRegex(tq.LockTimeoutError, "still connecting"):
+                self.engine._holder(True)
 
 
 class PostgresMissingTest(Case):
