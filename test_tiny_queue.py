@@ -3078,9 +3078,11 @@ class WorkerLeaseTest(WorkerCase):
         self.assertEqual(sorted(starts), ["loop", "sleep"])
         self.assertEqual(totals, [tq.Totals(2, 0, 0, 0, 0)])
 
-    def renewals(self):
-        """The ids of a failing job and the next, at each of their renewals."""
-        self.queue, renewed = self.open(lease_timeout=0.15), []
+    def test_only_running_jobs_are_renewed(self):
+        """Renewing ends with the handler, failed or not, and its thread with
+        the worker."""
+        before, renewed = threading.active_count(), []
+        self.queue = self.open(lease_timeout=0.15)
 
         def extend(real, job, seconds):
             renewed.append(job.id)
@@ -3091,18 +3093,16 @@ class WorkerLeaseTest(WorkerCase):
             if job.id == "a":
                 raise tq.Fail("x")
 
-        self.queue.purge("dead")
-        self.queue.put_many([1, 2], ids=["a", "b"])
-        with self.replaced("extend", extend):
+        def renewals():
+            self.queue.purge("dead")
+            self.queue.put_many([1, 2], ids=["a", "b"])
+            renewed.clear()
             self.work(handler)
-        return "".join(renewed)
+            return "".join(renewed)
 
-    def test_only_running_jobs_are_renewed(self):
-        """Renewing ends with the handler, failed or not, and its thread with
-        the worker."""
-        before = threading.active_count()
-        # One that was under way when the handler ended may come after it.
-        eventually(lambda: self.renewals() == "aabb")
+        with self.replaced("extend", extend):
+            # One that was under way when the handler ended may come after it.
+            eventually(lambda: renewals() == "aabb")
         eventually(lambda: threading.active_count() <= before)  # others' may end, too
 
     @of_files
@@ -9970,16 +9970,14 @@ class Killed(BaseException):
 class MoveTest(CommandLineCase):
     """move: from any engine to any other."""
 
-    def pairs(self, places=PLACES):
+    def pairs(self):
         """Each engine to files, from files, and to itself; places anew."""
-        files, *others = places
+        files, *others = PLACES
         pairs = [(files, files), *((files, other) for other in others)]
         for pair in [*pairs, *((other, files) for other in others)]:
-            folder = tempfile.mkdtemp(dir=self.folder)
             wheres = []
-            for place, side in zip(pair, ("a", "b")):
-                os.mkdir(os.path.join(folder, side))
-                wheres.append(place.where(os.path.join(folder, side)))
+            for place in pair:
+                wheres.append(place.where(tempfile.mkdtemp(dir=self.folder)))
                 self.addCleanup(place.clean, wheres[-1])
             with self.subTest(source=pair[0].name, target=pair[1].name):
                 yield wheres
@@ -10177,35 +10175,33 @@ class MoveTest(CommandLineCase):
     def test_two_moves_at_once_lose_nothing(self):
         """One begins at any step of the other, and dies at any of its own; at
         most one batch is there twice."""
-        for places in self.pairs(PLACES[:1]):
-            queue, moved = map(self.open, places)
-            for n, m in thinned(itertools.product(range(1, 24), repeat=2), 5):
-                self.begin(queue)
-                second = functools.partial(self.move, queue, moved, m, self.die)
-                self.move(queue, moved, n, second)
-                gone = self.drain(moved)
-                self.move(queue, moved)
-                gone = collections.Counter(gone + self.empty(queue, moved))
-                self.assertEqual(sorted(gone), self.ALL, (n, m))
-                self.assertLessEqual(sum(gone.values()), 8, (n, m))
+        queue, moved = (self.open(f"{self.path}-{n}") for n in "ab")
+        for n, m in thinned(itertools.product(range(1, 24), repeat=2), 5):
+            self.begin(queue)
+            second = functools.partial(self.move, queue, moved, m, self.die)
+            self.move(queue, moved, n, second)
+            gone = self.drain(moved)
+            self.move(queue, moved)
+            gone = collections.Counter(gone + self.empty(queue, moved))
+            self.assertEqual(sorted(gone), self.ALL, (n, m))
+            self.assertLessEqual(sum(gone.values()), 8, (n, m))
 
     def test_what_nobody_goes_on_with_comes_due_within_the_hour(self):
         """On one side or on both, but nothing before its time."""
-        for places in self.pairs(PLACES[:1]):
-            both = [*map(self.open, places)]
-            for n in range(1, 20):
-                self.begin(both[0])
-                clock = Clock()
-                self.move(*both, n, self.die)
-                with clock.patch():
-                    clock.jump(3500.0)
-                    gone = [id for queue in both for id in self.drain(queue)]
-                    self.assertEqual(len({*gone}), len(gone), n)
-                    clock.jump(101.0)
-                    gone += [id for queue in both for id in self.drain(queue)]
-                    self.assertEqual({*gone}, {*"abcd"}, n)
-                    self.assertLessEqual(len(gone), 6, n)
-                    self.assertLessEqual({*self.empty(*both)}, {"dead", "late"})
+        both = [self.open(f"{self.path}-{n}") for n in "ab"]
+        for n in range(1, self.STEPS):
+            self.begin(both[0])
+            clock = Clock()
+            self.move(*both, n, self.die)
+            with clock.patch():
+                clock.jump(3500.0)
+                gone = [id for queue in both for id in self.drain(queue)]
+                self.assertEqual(len({*gone}), len(gone), n)
+                clock.jump(101.0)
+                gone += [id for queue in both for id in self.drain(queue)]
+                self.assertEqual({*gone}, {*"abcd"}, n)
+                self.assertLessEqual(len(gone), 6, n)
+                self.assertLessEqual({*self.empty(*both)}, {"dead", "late"})
 
     def test_a_power_cut_loses_and_doubles_nothing(self):
         """At any moment: each step is on disk before the next is begun."""
@@ -10325,12 +10321,16 @@ class TerminalTest(CommandLineCase):
             json.loads(self.shown(command, "jobs", "--json")[0])
 
     def test_hostile_characters_never_reach_a_terminal(self):
-        """Controls, bidi marks and surrogates are escaped in every view."""
+        """Controls, bidi marks and surrogates are escaped in every view; piped
+        answers are ASCII, and give back the payload exactly."""
         queue, hostile = self.queue(), "\u202eevil\u2066"
         queue.put(HOSTILE, id=hostile)
         queue.bury(queue.get(), HOSTILE)
         queue.put({HOSTILE: HOSTILE})
         queue.get()
+        out, _ = self.command("show", "jobs", hostile)
+        self.assertTrue(out.isascii() and not RAW.search(out))
+        self.assertEqual(json.loads(out)["payload"], HOSTILE)
         for words, status in (
             ("ls jobs", 0), ("dead jobs", 0), ("stats jobs", 0), ("get jobs", 3),
             (f"show jobs {hostile}", 0), ("show jobs \x1b[31m", 2),
@@ -10339,22 +10339,6 @@ class TerminalTest(CommandLineCase):
         ):  # fmt: skip
             shown = self.shown(*words.split(" "), status=status)
             self.assertIsNone(RAW.search("".join(shown)), (words, shown))
-
-    def test_ndjson_is_ascii_and_exact(self):
-        """Piped answers are ASCII and give back the payload exactly."""
-        self.queue().put(HOSTILE, id="é")
-        out, _ = self.command("ls", "jobs")
-        self.assertTrue(out.isascii())
-        self.assertIsNone(RAW.search(out))
-        self.assertEqual(json.loads(out)["payload"], HOSTILE)
-
-    def test_an_error_is_one_line_without_traceback(self):
-        """A file in the queue's place is refused with 1."""
-        with open(self.path, "w"):
-            pass
-        for args in (["ls", "jobs"], ["put", "jobs", "1"]):
-            _, err = self.command(*args, status=1)
-            self.assertEqual(len(err.splitlines()), 1)
 
     def test_ctrl_c_ends_it_quietly(self):
         """With the status by which shells tell that signal."""
@@ -10425,8 +10409,10 @@ class TopTest(CommandLineCase):
 
         def typed(keys, *args):
             during.append(termios.tcgetattr(theirs))
-            os.write(ours, b"x" if len(during) == 1 else b"q")
-            return wait(keys, *args)
+            if len(during) == 1:
+                return [], [], []
+            os.write(ours, b"x" if len(during) == 2 else b"q")
+            return wait(keys, [], [], PATIENCE)
 
         with open(theirs) as stdin, mock.patch.object(sys, "stdin", stdin):
             for end, status in ((typed, 0), (KeyboardInterrupt, 0), (OSError, 1)):
@@ -10436,7 +10422,7 @@ class TopTest(CommandLineCase):
                             self.assertEqual(tq.main(["top", self.path]), status)
                 self.assertTrue(out.getvalue().endswith(self.LEAVE))
                 self.assertEqual(termios.tcgetattr(theirs), before)
-        self.assertEqual([modes == before for modes in during], [False] * 2)
+        self.assertEqual([modes == before for modes in during], [False] * 3)
         self.assertTrue(during[0][3] & termios.ISIG)  # Ctrl-C is no key
 
     LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
@@ -10767,6 +10753,7 @@ class WorkTest(CommandLineCase):
         ):
             _, err = self.process("work", place, name, "--processes=3", status=status)
             self.assertEqual(err.count(said), 1, err)
+            self.assertEqual(err.count("\n"), 1, err)
 
 
 class SupervisorTest(CommandLineCase):
@@ -15886,7 +15873,7 @@ ENUMERATIONS = [
     *(NestedCrashTests, NewDirectoryTests, RandomScriptTests, FailingCallTests),
     *(ModelTest, WreckedFilesTest, ProcessDeathTests, EngineHistoriesTest),
 ]
-LONGEST = [WorkTest, *ENUMERATIONS]
+LONGEST = [ExampleScriptsTest, WorkTest, *ENUMERATIONS]
 
 
 def handed_out():
