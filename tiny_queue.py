@@ -6410,6 +6410,7 @@ class _PostgresEngine(_SqlEngine):
         """
         if not (held and self._options["notify"]):
             return None
+        self._check_process()
         lock = self._connecting
         try:
             if not lock.acquire(timeout=max(self._lock_timeout, self.SECONDS)):
