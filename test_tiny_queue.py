@@ -10469,7 +10469,9 @@ class StreamsTest(CommandLineCase):
 
     def stream(self, verb, error):
         """A standard stream whose write or flush fails."""
-        stream = mock.Mock(encoding="utf-8", isatty=lambda: False)
+        file = tempfile.TemporaryFile()
+        self.addCleanup(file.close)
+        stream = mock.Mock(encoding="utf-8", isatty=lambda: False, fileno=file.fileno)
         getattr(stream, verb).side_effect = error
         return stream
 

@@ -4821,10 +4821,12 @@ class _SqlEngine(_Engine):
         for name, found in self._rows(link, _SQL_QUEUES, {}):
             if found != _SQL_FORMAT:
                 raise QueueError(
-                    f"queue {self.path!r}: its tables have format {found} (queue"
-                    f" {name!r}), this tiny_queue {__version__} knows {_SQL_FORMAT};"
-                    " with the version that made them move the jobs to a directory,"
-                    " drop the tables, and move the jobs back with this one",
+                    f"queue {self.path!r}: its tables have format {found} (that of"
+                    f" queue {name!r}), this tiny_queue knows {_SQL_FORMAT}; with the"
+                    " version that made them move the jobs of every queue in it to a"
+                    " directory (inflight ones do not move: let them end), drop all"
+                    " tables that begin with tiny_queue_, and move the jobs back with"
+                    " this one",
                     path=self.path,
                 )
 
@@ -6408,6 +6410,7 @@ class _PostgresEngine(_SqlEngine):
 
         One thread connects; the others wait as long as it may take itself.
         """
+        self._check_process()
         if not (held and self._options["notify"]):
             return None
         self._check_process()
@@ -6594,7 +6597,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _abandon_output() -> None:
-    """Let the interpreter's own flush at exit meet no closed pipe."""
+    """Let the interpreter's own flush at exit meet no pipe or disk."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
@@ -6860,14 +6863,18 @@ class _Out:
         self.done = ""  # what an error of the output does not undo
 
     def line(self, text: str) -> None:
-        sys.stdout.write(f"{text}\n")
+        self._write(sys.stdout.write, f"{text}\n")
 
     def flush(self) -> None:
+        self._write(sys.stdout.flush)
+
+    def _write(self, write: Callable[..., object], *text: str) -> None:
         try:
-            sys.stdout.flush()
+            write(*text)
         except BrokenPipeError:
             raise
         except OSError as exc:
+            _abandon_output()
             done = f"; but this was done: {self.done}" if self.done else ""
             raise QueueError(f"cannot write the answer: {exc.strerror}{done}") from exc
 
