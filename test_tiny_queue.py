@@ -11010,12 +11010,16 @@ class HandlerNameTest(CommandLineCase):
 
 
 class ExampleScriptsTest(CommandLineCase):
-    def run_example(self, *command, **env):
+    def run_example(self, *command):
         folder = os.path.join(ROOT, "examples")
         command = [
             os.path.join(folder, word) if word.endswith((".py", ".sh")) else word
             for word in command
         ]
+        env = {
+            "PYTHONPATH": f"{ROOT}:{folder}",
+            "TQ": f"{sys.executable} -m tiny_queue",
+        }
         ran = subprocess.run(
             command, cwd=self.folder, env={**self.env, **env}, timeout=60,
             capture_output=True, text=True,
@@ -11040,13 +11044,12 @@ class ExampleScriptsTest(CommandLineCase):
             self.assertLess(file.read_text("utf-8").count("\n"), 60, name)
             command = ["sh" if name.endswith(".sh") else sys.executable, name]
             if name == "transfer.py":  # of 200, which take longer
-                code = "import sys, transfer as t; t.JOBS = 60; t.main(sys.argv[1])"
+                code = "import sys, transfer as t; t.JOBS = 60"
+                code += "; sys.exit(t.main(sys.argv[1]))"
                 folder = tempfile.mkdtemp()
                 self.addCleanup(shutil.rmtree, folder)
                 command = [sys.executable, "-c", code, folder]
-            env = {"TQ": f"{sys.executable} -m tiny_queue"}
-            env["PYTHONPATH"] = f"{ROOT}:{ROOT}/examples"
-            self.assertRegex(self.run_example(*command, **env), f"(?s){want}")
+            self.assertRegex(self.run_example(*command), f"(?s){want}")
 
     def test_compare_without_peers(self):
         """Without peers compare.py says how to get them and measures the rest."""
@@ -11066,7 +11069,8 @@ class ExampleScriptsTest(CommandLineCase):
     def test_bench(self):
         """On files it has the rows that the README quotes, each rate beside its
         floor, and in a database those that make sense there; it leaves nothing."""
-        bench = functools.partial(self.run_example, sys.executable, "bench.py")
+        code = "import bench; bench.CROWD_SECONDS = 0.3; bench.main()"
+        bench = functools.partial(self.run_example, sys.executable, "-c", code)
         works, found = self.rows(bench("--jobs=200", "--rounds=1"))
         readme = pathlib.Path(ROOT, "README.md").read_text("utf-8")
         quoted, _ = self.rows(readme.split("| work | rate |")[1].split("\n\n")[0])
