@@ -2865,7 +2865,10 @@ class WorkerCallsTest(WorkerCase):
         first, last = [("b", 1), ("a", 2), ("c", 1)], [("b", 1), ("c", 1), ("a", 2)]
         for looked, order in ((-math.inf, first), (math.inf, last)):
             self.queue.put_many([1, 2, 3], ids=["a", "b", "c"])
-            seen, child = [], self.spawn(self.hold)
+            seen = []
+            child = self.spawn(
+                lambda link: [link.tell(self.open().get().id), link.hear()]
+            )
             self.assertEqual(child.hear(), "a")
 
             def handler(job, seen=seen, child=child, looked=looked, order=order):
@@ -2896,10 +2899,6 @@ class WorkerCallsTest(WorkerCase):
         with contextlib.ExitStack() as stack:
             self.assertEqual(self.work(handler), tq.Totals(2, 0, 0, 0, 0))
         self.assertEqual(seen, [("a", 1), ("b", 2)])
-
-    def hold(self, link):
-        link.tell(self.open().get().id)
-        link.hear()
 
 
 @every_engine
@@ -9797,18 +9796,18 @@ class SettleTest(CommandLineCase):
         self.queue().put("x", id="a", **options)
         return f"jobs a {self.answer('get', 'jobs')['token']}"
 
-    def test_fail_retries_after_a_delay(self):
-        """fail keeps the error and delays the next delivery."""
-        self.command(*f"fail {self.lease()} --error oh --delay 1h".split())
-        want = {"state": "pending", "last_error": "oh", "attempts": 1}
-        self.session(("show jobs a", want))
-        self.assertGreater(self.queue().find("a").run_at, time.time() + 3000)
-
-    def test_fail_without_retries_left_is_dead(self):
-        """As it is with --dead, however many are left."""
-        for options, more in (({"max_retries": 0}, ""), ({}, "--dead")):
+    def test_fail_retries_after_a_delay_or_the_job_is_dead(self):
+        """It keeps the error; dead without retries left, or with --dead."""
+        for options, more, state in (
+            ({}, "--delay 1h", "pending"),
+            ({"max_retries": 0}, "", "dead"),
+            ({}, "--dead", "dead"),
+        ):
             self.command(*f"fail {self.lease(**options)} --error oh {more}".split())
-            self.session(("dead jobs", {"id": "a", "last_error": "oh"}))
+            want = {"state": state, "last_error": "oh", "attempts": 1}
+            self.session(("show jobs a", want))
+            late = self.queue().find("a").run_at > time.time() + 3000
+            self.assertEqual(late, state == "pending")
             self.command("cancel", "jobs", "a")
 
     def test_a_wrong_token_changes_nothing(self):
