@@ -5356,7 +5356,7 @@ class _SqliteEngine(_SqlEngine):
             self._check_joins(link)
             yield link
         except driver.Error as exc:
-            error, busy, _ = self._judge(exc, link)
+            error, busy, _ = self._judge(exc, None)
             if not busy:
                 raise error from exc
             raise LockTimeoutError(
@@ -6199,9 +6199,8 @@ class _PostgresEngine(_SqlEngine):
             self._do(link, _PG_MAKERS)
             schema = f'"{self._options["schema"]}"'
             # The role may lack the right to, so only where there is none.
-            if link.execute(f"SELECT to_regnamespace('{schema}') IS NULL").fetchone()[
-                0
-            ]:
+            missing = f"SELECT to_regnamespace('{schema}') IS NULL"
+            if link.execute(missing).fetchone()[0]:
                 link.execute(f"CREATE SCHEMA {schema}")
         super()._create(link)
 
@@ -6216,7 +6215,7 @@ class _PostgresEngine(_SqlEngine):
                 "connection: must be a psycopg.Connection, not"
                 f" {type(connection).__name__}"
             )
-        status = connection.info.transaction_status
+        status: Any = connection.info.transaction_status
         if status not in (0, 2) or (status == 0 and connection.autocommit):
             raise ValueError(
                 f"connection: no transaction is open on it to be part of ({status.name}"
@@ -6459,12 +6458,12 @@ class _PostgresEngine(_SqlEngine):
         keys = {"old": old.number, "owner": owner, "tokens": tokens}
         self._run(lambda link: self._do(link, _PG_RENAME, **keys))
 
-    def _note(self, jobs: Sequence[Job], session: _PgSession | None) -> None:
+    def _note(self, jobs: Sequence[Job], holder: Any) -> None:
         tokens = [cast(str, job.token) for job in jobs]
         self._remember(tokens)
-        if tokens and session is not None and session is not self._session:
+        if tokens and holder is not None and holder is not self._session:
             # Lost meanwhile: these came too late to be renamed with the others.
-            self._rename(session, tokens)
+            self._rename(holder, tokens)
 
     # Waiting, verifying, closing
 
