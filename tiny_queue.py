@@ -6215,11 +6215,12 @@ class _PostgresEngine(_SqlEngine):
                 "connection: must be a psycopg.Connection, not"
                 f" {type(connection).__name__}"
             )
-        status: Any = connection.info.transaction_status
+        status = connection.info.transaction_status
+        name = status.name
         if status not in (0, 2) or (status == 0 and connection.autocommit):
             raise ValueError(
-                f"connection: no transaction is open on it to be part of ({status.name}"
-                "); use it inside `with connection.transaction():`"
+                f"connection: no transaction is open on it to be part of ({name}); use"
+                " it inside `with connection.transaction():`"
             )
         if connection.info.encoding == "ascii":
             raise ValueError(
