@@ -3427,6 +3427,7 @@ class FormatTest(Case):
     def test_files_of_the_first_release_open(self):
         """Plain, delayed, retried, released, dead, leased, renewed, done and those
         of a put_many: each is what it was, and nothing is damaged."""
+        self.manual_clock(at=1796096930.0)  # some seconds later
         raw = zlib.decompress(base64.b64decode(self.FIRST))
         for state, text in json.loads(raw).items():
             self.write(state, text.encode())
