@@ -6681,7 +6681,7 @@ class ThreadsTest(Case):
             self.assertEqual(sorted(made)[-2:], [1, 2], trace.where)
             if ended:
                 break
-        self.assertGreater(at, 30)
+        self.assertGreater(at, 15)
 
     def ask_together(self, trace):
         """Call as 0, traced, and while that is at it as 1 and 2, in threads."""
