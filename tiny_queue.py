@@ -1597,7 +1597,8 @@ class _Engine:
 
         A token that is not the old one is a new lease, with our proof of life
         if `held`; with the old one it gets ours only if it had one.  A delivery
-        begins (leased_at) when attempts rise.
+        begins (leased_at) when attempts rise.  Without `held` it is durable: a
+        move, which rests on it, has no holder.
         """
         raise NotImplementedError
 
@@ -1693,7 +1694,6 @@ def _open_engine(path: StrPath, name: str, **options: Any) -> _Engine:
 
 # Calls of several threads made as one
 # -----------------------------------------------------------------------------
-
 
 _GATHER = 1e-4  # seconds that a call waits for more to join, at most
 
@@ -1828,7 +1828,7 @@ _OWN_FILE = re.compile(
 _MAX_REV = 2**28
 _READ_AHEAD = 128 * 1024  # more unread bytes are read outside the flock
 _QUICK = 5e-3  # seconds: waits that end sooner than that are lost races
-_PAUSE = 3e-3
+_PAUSE = 3e-3  # seconds, at most, for each race lost in a row
 _IDLE_SLACK = 64 * 1024  # superseded bytes that an idle get leaves behind
 
 
